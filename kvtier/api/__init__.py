@@ -1,1 +1,1 @@
-"""The faces that the outside sees: gRPC services and the HTTP server."""
+"""The public interfaces: gRPC services and HTTP servers."""

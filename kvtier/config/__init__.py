@@ -1,4 +1,4 @@
-"""One TOML file, turned into frozen models before anything is allocated."""
+"""The configuration: one TOML file, loaded into frozen models."""
 
 from kvtier.config.engine import ClientConfig, EngineConfig
 from kvtier.config.load import load_config, read_config

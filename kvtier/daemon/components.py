@@ -89,8 +89,8 @@ class DaemonComponents:
         return OperatorReports(
             stat=self.status.document,
             explain=self.explainer.document,
-            probe=self.benchmarks.probe,
-            hold_probe=self.benchmarks.hold,
+            benchmark=self.benchmarks.probe,
+            pause_benchmarks=self.benchmarks.hold,
             reload=self.reload.ask,
             config=self.reload.effective,
         )

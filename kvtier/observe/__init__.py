@@ -1,1 +1,1 @@
-"""What operators see: every metric in one table, and the log."""
+"""Metrics, logs and traces."""

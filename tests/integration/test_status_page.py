@@ -153,7 +153,7 @@ def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: RunningNode)
         watched.await_life("live")
         page.get_by_role("button", name="Pause").focus()
         page.keyboard.press("Enter")
-        watched.await_life("paused: as of [0-9:]{8}")
+        watched.await_life("paused at [0-9:]{8}")
         watched.assert_silent()
         page.keyboard.press("Enter")
         watched.await_life("live")
@@ -199,12 +199,12 @@ def test_it_says_since_when_nobody_answers_and_goes_on(browser: Browser) -> None
             watched.await_life("live")
             boot = page.locator("#ends").inner_text()
             with daemon.stopped():
-                watched.await_life("nothing new since [0-9:]{8}: it takes too long to answer")
+                watched.await_life("no data since [0-9:]{8}: timed out")
                 expect(page.locator("#since")).to_have_text(
-                    re.compile(r"what is shown is \d+ s old"), timeout=SHOWN_MS
+                    re.compile(r"data is \d+ s old"), timeout=SHOWN_MS
                 )
                 expect(page.locator("#picture")).to_have_class("stale")
-                assert "nothing new" in page.title()
+                assert "no data" in page.title()
             watched.await_life("live")
             expect(page.locator("#since")).to_have_text("")
             daemon.kill()
@@ -216,7 +216,7 @@ def test_it_says_since_when_nobody_answers_and_goes_on(browser: Browser) -> None
                 expect(page.locator("#ends")).not_to_have_text(boot)
             watched.await_life("no answer")
             with node.daemon(http__status_page="false"):
-                watched.await_life("nothing new since [0-9:]{8}: not found: /status.json")
+                watched.await_life("no data since [0-9:]{8}: not found: /status.json")
                 connection = HTTPConnection("127.0.0.1", node.http_port, timeout=10)
                 connection.request("GET", "/")
                 assert connection.getresponse().status == 404

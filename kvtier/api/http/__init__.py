@@ -1,6 +1,6 @@
-"""The OpenAI-compatible HTTP server, health, metrics and the daemon's status page.
+"""The OpenAI-compatible HTTP server, health probes, metrics and the daemon's status page.
 
-``app`` routes, ``body`` reads what a client asks for, ``generation`` runs it on the engine,
-``reply`` writes the answer. The engine and the model are seen through the protocols in
+``app`` has the routes, ``request_body`` reads requests, ``generation`` runs them on the engine, and
+``openai_response`` writes responses. The engine and the model are accessed through the protocols in
 ``service``; nothing here imports torch.
 """

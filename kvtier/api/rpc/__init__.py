@@ -1,1 +1,1 @@
-"""The daemon's gRPC services: messages in, events to the node, answers out."""
+"""The daemon's gRPC services."""

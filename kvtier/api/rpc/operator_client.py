@@ -1,4 +1,4 @@
-"""An operator's way to a daemon: over its Unix socket with a ticket, or over TCP with a token."""
+"""Connects operators to a daemon: over its Unix socket with a ticket, or over TCP with a token."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _TICKET_TIMEOUT_S = 1.0
 
 
 def operator_ticket_socket(socket_path: Path) -> Path:
-    """Return where a daemon gives tickets to operators, given where it serves its calls."""
+    """Return the socket on which a daemon issues tickets to operators."""
     return socket_path.with_name(socket_path.name + ".tools")
 
 
@@ -26,10 +26,7 @@ def operator_ticket_socket(socket_path: Path) -> Path:
 def local_operator(
     socket_path: Path, timeout_s: float = _TICKET_TIMEOUT_S
 ) -> Iterator[operator_pb2_grpc.OperatorStub]:
-    """Yield the operator's calls of the daemon at ``socket_path``.
-
-    Raises DaemonUnavailable where nobody lets us in.
-    """
+    """Yield a stub for the daemon at ``socket_path``. Raises DaemonUnavailable."""
     lifeline, message, _ = request_ticket(operator_ticket_socket(socket_path), timeout_s)
     with lifeline:
         transport = grpc.local_channel_credentials(grpc.LocalConnectionType.UDS)
@@ -41,7 +38,7 @@ def local_operator(
 
 @dataclass(frozen=True, slots=True)
 class RemoteDaemon:
-    """A daemon elsewhere, and what it takes to be let in; ``ca`` None: the system's."""
+    """Address and credentials of a daemon on another machine; ``ca`` None: the system's CAs."""
 
     address: str
     token: str = field(repr=False)
@@ -50,7 +47,7 @@ class RemoteDaemon:
 
 @contextlib.contextmanager
 def remote_operator(remote: RemoteDaemon) -> Iterator[operator_pb2_grpc.OperatorStub]:
-    """Yield the operator's calls of a daemon that listens on TCP; connects with the first one."""
+    """Yield a stub for a daemon that listens on TCP; the first call connects."""
     transport = grpc.ssl_channel_credentials(remote.ca)
     token = grpc.access_token_call_credentials(remote.token)
     both = grpc.composite_channel_credentials(transport, token)

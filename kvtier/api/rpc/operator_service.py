@@ -56,9 +56,9 @@ class OperatorReports:
     stat: Callable[[], dict[str, Any]]
     explain: Callable[[ExplainQuestion], dict[str, Any] | None]
     """Returns None for an unknown request."""
-    probe: Callable[[tuple[TierName, ...]], Awaitable[dict[str, Any]]]
+    benchmark: Callable[[tuple[TierName, ...]], Awaitable[dict[str, Any]]]
     """Benchmarks the given tiers, or all tiers if empty."""
-    hold_probe: Callable[[], AbstractAsyncContextManager[None]]
+    pause_benchmarks: Callable[[], AbstractAsyncContextManager[None]]
     """A context in which no tier is benchmarked."""
     reload: Callable[[], Awaitable[dict[str, Any]]]
     """Reloads the configuration."""
@@ -167,7 +167,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
             raise AssertionError("abort raises") from None
         deadline_ns = _deadline_ns(request.deadline_ms)
-        async with self._reports.hold_probe():  # else its test blocks would be counted
+        async with self._reports.pause_benchmarks():  # else its test blocks would be counted
             answer = await self._driver.ask(
                 lambda call: ev.Drop(call, tiers, deadline_ns, selection)
             )
@@ -227,7 +227,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     async def Probe(self, request: pb.ProbeRequest, context: _Context) -> pb.ProbeReply:
         """Benchmark tiers."""
         tiers = await _tiers(context, request.tiers)
-        return pb.ProbeReply(json=json.dumps(await self._reports.probe(tiers)))
+        return pb.ProbeReply(json=json.dumps(await self._reports.benchmark(tiers)))
 
     async def Reload(self, request: pb.ReloadRequest, context: _Context) -> pb.ReloadReply:
         """Reload the configuration: all of it or nothing."""

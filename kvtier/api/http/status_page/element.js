@@ -1,4 +1,4 @@
-// Elements without markup: text from outside is only ever a text node or an attribute's value.
+// Creates elements without parsing markup: text is always a text node or an attribute's value.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -18,8 +18,8 @@ export const html = (tag, attributes = {}, ...children) => (
 export const svg = (tag, attributes = {}, ...children) => (
   filled(document.createElementNS(SVG, tag), attributes, children));
 
-// Make what `parent` holds look like `nodes`, and touch only what differs: a selection stays, and
-// so does the place that a reader has come to.
+// Makes the children of `parent` equal to `nodes`, changing only what differs, so that a selection
+// and the reading position stay.
 export function show(parent, ...children) {
   const nodes = children.filter((child) => child !== null).map(asNode);
   const before = [...parent.childNodes];
@@ -48,9 +48,9 @@ function become(node, wanted) {
   }
 }
 
-// A table that becomes a list of cards where it is narrow; roles keep it a table for readers.
+// A table that becomes a list of cards on narrow screens; roles keep it a table for screen readers.
 // `columns` are [name, kind]; a kind is a class or
-// more: "number" is set to the right, "minor" is left out where it is narrow.
+// more: "number" is aligned right, "minor" is hidden on narrow screens.
 export function table(caption, columns, rows) {
   const head = columns.map(([name, kind = ""]) => (
     html("th", { scope: "col", role: "columnheader", class: kind }, name)));
@@ -65,7 +65,7 @@ export function table(caption, columns, rows) {
     html("tbody", { role: "rowgroup" }, ...body));
 }
 
-// A bar of parts, each [share of the whole, class]; what it says is said in `label` too.
+// A bar of parts, each [share of the whole, class]; `label` is the same as text.
 export function bar(label, parts) {
   let from = 0;
   const rects = parts.filter(([part]) => part > 0).map(([part, kind]) => {

@@ -8,13 +8,13 @@ const NAMES = { gpu: "GPU", cpu: "CPU", ssd: "SSD", remote: "Remote" };
 
 export const named = (tier) => NAMES[tier] ?? tier;
 
-// A state as a sign and a word: colour says it a third time.
+// A state as a sign and a word, in addition to its colour.
 export const stated = (state) => `${SIGNS[state] ?? "◇"} ${state}`;
 
-// The same as part of a class. States are the daemon's words, and a newer one may have others.
+// A state as part of a class name; a newer daemon may have other states.
 export const word = (state) => state.replace(/[^a-z]/g, "");
 
-// Boxes as [x, y, width, height]; arrows by their middle and the way they point.
+// Boxes as [x, y, width, height]; arrows as their center and direction.
 const WIDE = {
   box: "-2 -2 764 240",
   tiers: {
@@ -46,10 +46,10 @@ const UNIT_WIDTH = 2.2; // for each factor of ten above it
 
 const TURNS = { right: 0, down: 90, left: 180, up: 270 };
 
-// `rates` are bytes a second by route.
+// `rates` are bytes per second by route.
 export function flow(tiers, rates) {
   const spoken = Object.entries(rates).filter(([, rate]) => rate > 0)
-    .map(([route, rate]) => `${spelled(route)} ${bytes(rate)} a second`);
+    .map(([route, rate]) => `${spelled(route)} ${bytes(rate)} per second`);
   const label = `Flows between tiers: ${spoken.join(", ") || "none in the last minute"}`;
   return [["wide", WIDE], ["narrow", NARROW]].map(([name, plan]) => (
     svg("svg", { class: `flow ${name}`, viewBox: plan.box, role: "img", "aria-label": label },
@@ -99,7 +99,7 @@ function arrow(route, [x, y, way], rate) {
     svg("text", { class: `rate ${way}`, ...beside(x, y, way, head + 4) }, text));
 }
 
-// Above an arrow that lies; between two that stand, one higher than the other.
+// Above a horizontal arrow; between two vertical ones, one higher than the other.
 function beside(x, y, way, gap) {
   if (way === "up") return { x: x + gap, y: y - 4 };
   if (way === "down") return { x: x - gap, y: y + 14 };

@@ -1,4 +1,4 @@
-// Asks the daemon once a second while somebody looks, and says plainly when it does not answer.
+// Polls the daemon once a second while the page is visible, and shows when it does not answer.
 
 import { show } from "./element.js";
 import { clock, seconds, span } from "./number.js";
@@ -9,8 +9,8 @@ const PERIOD_AWAY_MS = 2000;
 const DEADLINE_MS = 4000;
 const SIGNS = { live: "●", waiting: "○", away: "✕", paused: "‖" };
 
-const LATE = new Error("it takes too long to answer");
-const LEFT = new Error("nobody looks");
+const LATE = new Error("timed out");
+const LEFT = new Error("the page is hidden");
 
 const element = (id) => document.getElementById(id);
 
@@ -41,7 +41,7 @@ async function fetched(signal) {
   const reply = await fetch("/status.json", options);
   if (reply.ok) return reply.json();
   const told = await reply.json().catch(() => null);
-  throw new Error(told?.error?.message ?? `it answers ${reply.status}`);
+  throw new Error(told?.error?.message ?? `HTTP status ${reply.status}`);
 }
 
 function take(told) {
@@ -54,22 +54,22 @@ function take(told) {
     draw(told);
   } catch (fault) {
     console.error(fault);
-    throw new Error("this page cannot show what it answers; load it again");
+    throw new Error("this page cannot show the answer; reload it");
   }
   element("picture").hidden = false;
   awaySince = null;
   const net = told.worth.saved_s - told.worth.lost_s;
   document.title = `${seconds(Math.abs(net))} ${net < 0 ? "lost" : "saved"} · kvtier`;
-  say("live", told.ready === false ? "answers, but is not ready" : "live");
+  say("live", told.ready === false ? "not ready" : "live");
 }
 
 function miss(error, askedAt) {
   awaySince ??= askedAt;
-  document.title = "nothing new · kvtier";
+  document.title = "no data · kvtier";
   const since = `since ${clock(awaySince)}`;
   // A TypeError is what fetch throws where nobody listens; its words say no more than that.
   say("away", error instanceof TypeError
-    ? `no answer ${since}` : `nothing new ${since}: ${error.message}`);
+    ? `no answer ${since}` : `no data ${since}: ${error.message}`);
 }
 
 const isWatching = () => !isPaused && !document.hidden;
@@ -79,7 +79,7 @@ function rest() {
   if (isWatching()) timer = setTimeout(ask, awaySince ? PERIOD_AWAY_MS : PERIOD_MS);
 }
 
-// Begin or end asking, as somebody looks or not.
+// Start or stop polling.
 function attend() {
   clearTimeout(timer);
   if (isWatching()) {
@@ -87,10 +87,10 @@ function attend() {
     return;
   }
   asking?.abort(LEFT);
-  if (isPaused) say("paused", last ? `paused: as of ${clock(last.at)}` : "paused");
+  if (isPaused) say("paused", last ? `paused at ${clock(last.at)}` : "paused");
 }
 
-// What is said here is read aloud, so it changes only when something did.
+// Screen readers read this text, so it changes only if something happened.
 function say(life, text) {
   element("life").dataset.life = life;
   element("picture").classList.toggle("stale", life === "away");
@@ -100,7 +100,7 @@ function say(life, text) {
 
 function tick() {
   const isOld = awaySince && last;
-  const since = isOld ? `· what is shown is ${span((Date.now() - last.at) / 1000)} old` : "";
+  const since = isOld ? `· data is ${span((Date.now() - last.at) / 1000)} old` : "";
   show(element("since"), since);
 }
 

@@ -21,7 +21,7 @@ export function seconds(value) {
 export const share = (value) => (
   value > 0 && value < 0.01 ? "< 1 %" : `${Math.round(100 * value)} %`);
 
-// How long ago, or for how long.
+// An age or a duration.
 export function span(value) {
   if (value < 120) return `${Math.round(value)} s`;
   const minutes = Math.floor(value / 60);

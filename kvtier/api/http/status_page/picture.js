@@ -1,4 +1,4 @@
-// What the page shows of one document; knows nothing of where it comes from.
+// Renders one status document.
 
 import { bar, html, show, svg, table } from "./element.js";
 import { flow, named, stated, word } from "./flow.js";
@@ -45,26 +45,26 @@ function worth(told) {
   const net = saved - lost;
   return html("p", { class: "worth" },
     html("strong", { class: net < 0 ? "bad" : "" }, signed(net)),
-    html("span", {}, " of waiting for first tokens ", net < 0 ? "lost" : "saved",
+    html("span", {}, " time to first token ", net < 0 ? "lost" : "saved",
       " since the start"),
     html("small", {}, `saved ${seconds(saved)}, ${seconds(measured)} of it measured`
       + ` and ${seconds(saved - measured)} predicted · lost ${seconds(lost)}`
       + (regret ? ` · the other choice would have saved ${seconds(regret)}` : "")));
 }
 
-// The growth in the last minute as a number, and in each step of the history as a curve.
+// The growth in the last minute as a number, and per step of the history as a curve.
 function dials(minute, history) {
   const drawn = (name, now, steps, unit) => {
     const most = Math.max(...steps.filter((each) => each !== null), 0);
     const values = [...Array(STEPS_MAX - steps.length).fill(null), ...steps];
     return html("figure", {},
       html("figcaption", {}, name), html("b", {}, now === null ? "–" : unit(now)),
-      spark(values, most, `${name} over five minutes, at most ${unit(most)}`),
-      html("small", {}, `5 min, at most ${unit(most)}`));
+      spark(values, most, `${name} over five minutes, max ${unit(most)}`),
+      html("small", {}, `5 min, max ${unit(most)}`));
   };
   const dial = (name, measure, unit) => drawn(name, measure(minute), history.map(measure), unit);
   return html("div", { class: "dials" },
-    drawn("saved in a minute", netSaved(minute), netByMinute(history), signed),
+    drawn("saved per minute", netSaved(minute), netByMinute(history), signed),
     dial("tokens found", (grown) => ratio(grown.found_tokens, grown.asked_tokens), share),
     dial("restored", (grown) => perSecond(grown.restored_bytes, grown),
       (rate) => `${bytes(rate)}/s`),
@@ -86,7 +86,7 @@ export const netByMinute = (history) => history.map((_, end) => {
 
 const ratio = (part, whole) => (whole ? part / whole : null);
 
-// A line over five minutes, with gaps where nothing is known.
+// A line over five minutes, with gaps where data is missing.
 function spark(values, most, label) {
   const [width, height] = [240, 40];
   const step = width / (values.length - 1);
@@ -133,30 +133,30 @@ function tiers({ tiers: all, tokens }) {
   ], rows);
 }
 
-// Whatever is not as it should be, in the daemon's own words.
+// Problems, in the daemon's words.
 function complaints({ tiers: all, miss_reasons: missed, background_faults: faults }) {
   const counted = (counts) => (
     Object.entries(counts).map(([name, number]) => `${name} ${count(number)}`).join(", "));
   const lines = [];
   for (const [name, { state, reason, hung_calls: hung }] of Object.entries(all)) {
     if (reason) lines.push(`${named(name)} is ${state}: ${reason}`);
-    if (hung) lines.push(`${named(name)}: calls that hang: ${hung}`);
+    if (hung) lines.push(`${named(name)}: hung calls: ${hung}`);
   }
   for (const [name, reasons] of Object.entries(missed)) {
     const counts = counted(reasons);
     if (counts) lines.push(`not served by ${named(name)}: ${counts}`);
   }
-  if (counted(faults)) lines.push(`faults in the background: ${counted(faults)}`);
+  if (counted(faults)) lines.push(`errors in background tasks: ${counted(faults)}`);
   return lines.map((line) => html("p", { class: "complaint" }, line));
 }
 
 function decisions(told) {
   const found = Object.entries(told.decisions).sort(([, one], [, other]) => other - one);
-  if (!found.length) return [html("p", { class: "none" }, "none yet: no request found a block")];
+  if (!found.length) return [html("p", { class: "none" }, "none yet: no request found cached blocks")];
   const all = found.reduce((sum, [, number]) => sum + number, 0);
   return [
     table("Decisions by reason",
-      [["reason"], ["because", "minor"], ["share"], ["requests", "number"]],
+      [["reason"], ["meaning", "minor"], ["share"], ["requests", "number"]],
       found.map(([reason, number]) => [
         html("b", {}, reason), REASONS[reason] ?? "",
         html("span", { class: "gauge" }, bar(share(number / all), [[number / all, "all"]]),
@@ -174,14 +174,14 @@ function forecast({ predicted_s: predicted, actual_s: actual }) {
       html("b", {}, name), seconds(predicted[of]), seconds(actual[of]),
       share(predicted[of] / actual[of]),
     ]);
-  if (!rows.length) return html("p", { class: "none" }, "no engine has told what came of them");
+  if (!rows.length) return html("p", { class: "none" }, "no engine has reported a result yet");
   return table("Predicted and actual seconds", [
-    ["of"], ["predicted", "number"], ["actual", "number"], ["predicted / actual", "number"],
+    ["metric"], ["predicted", "number"], ["actual", "number"], ["predicted / actual", "number"],
   ], rows);
 }
 
 function engines(all) {
-  if (!all.length) return html("p", { class: "none" }, "none is attached");
+  if (!all.length) return html("p", { class: "none" }, "none attached");
   const rows = all.map((engine) => {
     const { gpu_used_bytes: used, gpu_capacity_bytes: capacity, first_tokens: number } = engine;
     const size = capacity ? sized(used, capacity) : "–";
@@ -208,7 +208,7 @@ function requests(all) {
   if (!all.length) return html("p", { class: "none" }, "none yet");
   return table("Recent requests", [
     ["ago", "short"], ["request", "short"], ["engine", "long minor"], ["prompt", "number minor"],
-    ["comes from"], ["decided"], ["first token", "number"], ["predicted", "number minor"],
+    ["source"], ["decision"], ["first token", "number"], ["predicted", "number minor"],
     ["saved", "number"],
   ], all.slice(0, REQUESTS_MAX).map(request));
 }
@@ -225,7 +225,7 @@ function request(told) {
     span(told.age_s), html("code", {}, told.request_id || "–"), told.engine, count(asked),
     html("span", { class: "gauge" },
       bar(label, known.map((kind) => [asked ? from[kind] / asked : 0, kind])),
-      html("span", {}, told.restored_tokens ? label : "not told yet")),
+      html("span", {}, told.restored_tokens ? label : "not reported yet")),
     html("span", { title: REASONS[told.reason] ?? "" }, told.reason),
     optional(told.first_token_s), optional(told.predicted_s),
     typeof saved === "number" ? claim(told) : null,
