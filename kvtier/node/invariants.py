@@ -56,7 +56,7 @@ def check_memory(node: Node) -> None:
     history, index = node.history, node.cache.index
     if history is None:
         return
-    node.cache.residency_listener.tell()
+    node.cache.residency_listener.report_arrivals()
     check_history(history)
     for tier in LOWER_TIERS:
         rows = index.in_state(tier, Residency.READY)

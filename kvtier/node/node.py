@@ -69,9 +69,6 @@ from kvtier.observe.metrics import Metrics
 
 __all__ = ["Node", "NodeSettings"]
 
-_Call = ev.Announce | ev.Lookup | ev.Load | ev.PrepareStore | ev.CompleteStore | ev.EngineTierReport
-"""Calls that only a registered engine may make."""
-
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
@@ -230,12 +227,16 @@ class Node:
     # Sessions
 
     def _in_session(self, react: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
-        """Return a handler that looks up the session of a call, and refuses an unknown one."""
+        """Return a handler that refuses unknown sessions and malformed chains."""
 
-        def reaction(event: _Call, now_ns: int) -> list[Action]:
+        def reaction(event: ev.SessionCall, now_ns: int) -> list[Action]:
             session = self.sessions.get(event.session)
             if session is None:
                 return [_unknown_session(event.call)]
+            if isinstance(event, ev.ChainCall):
+                fault = chain_fault(event.hashes, event.tenant, event.first)
+                if fault:
+                    return [CallReply(event.call, Refused("chain", fault))]
             return react(event, session, now_ns)
 
         return reaction
@@ -314,8 +315,6 @@ class Node:
         return [CallReply(event.call, None)]
 
     def _lookup(self, event: ev.Lookup, session: Session, now_ns: int) -> list[Action]:
-        if fault := chain_fault(event.hashes, event.tenant, event.first):
-            return [CallReply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         shared = self.transfers.shared_lane()
@@ -349,8 +348,6 @@ class Node:
         )
 
     def _load(self, event: ev.Load, session: Session, now_ns: int) -> list[Action]:
-        if fault := chain_fault(event.hashes, event.tenant, event.first):
-            return [CallReply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         before = self.cache.index.find(chain.keys[: event.first if len(run) else 0])
@@ -415,8 +412,6 @@ class Node:
     # Stores
 
     def _prepare_store(self, event: ev.PrepareStore, session: Session, now_ns: int) -> list[Action]:
-        if fault := chain_fault(event.hashes, event.tenant, event.first):
-            return [CallReply(event.call, Refused("chain", fault))]
         if has_repeats(event.hashes):
             return [CallReply(event.call, Refused("chain", "the chain contains a block twice"))]
         chain = _chain_of(session, event)
@@ -522,6 +517,6 @@ def _unknown_session(call: int) -> CallReply:
     return CallReply(call, Refused("session", "unknown session; register again"))
 
 
-def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) -> PromptChain:
+def _chain_of(session: Session, event: ev.ChainCall) -> PromptChain:
     scope = Scope(session.key_space, event.tenant)
     return PromptChain.of(scope, event.hashes, session.layout.block_bytes)

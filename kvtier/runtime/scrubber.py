@@ -175,7 +175,7 @@ _SAMPLE_BLOCKS = 64
 
 _LOST_MIN = 8
 _LOST_SHARE = 0.25
-"""How many blocks of a sample, and what share of it, must be gone to make all blocks unverified."""
+"""All blocks become unverified if at least this many, and this share, of a sample are gone."""
 
 _BATCH_BLOCKS = 512
 _PAUSE_S = 0.1
@@ -183,7 +183,7 @@ _PAUSE_S = 0.1
 same time."""
 
 _LIMIT_NS = 1_000_000_000
-"""Time for one answer. Health probes wait for the same thread."""
+"""Time for one answer. Health checks wait for the same thread."""
 
 
 class Verifier:

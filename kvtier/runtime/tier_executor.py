@@ -28,17 +28,17 @@ from kvtier.tiers.breaker import BreakerTier
 
 __all__ = ["TierExecutor"]
 
-_PROBE_PERIOD_NS = 2_000_000_000
-"""How often a tier that is up is touched, so that one that nobody uses is not called up when it is
-not. A probe writes a page: 170 MB a day to a drive."""
+_CHECK_PERIOD_NS = 2_000_000_000
+"""How often a tier that is up is checked, so that an unused tier does not count as up when it is
+not. A check writes a page: 170 MB a day to a drive."""
 
-_PROBE_LIMIT_NS = 1_000_000_000
+_CHECK_LIMIT_NS = 1_000_000_000
 
 _WAIT_S = 3.0
 """Wait for the spare thread: other calls may be before, each with its own limit."""
 
 _SPARE_QUEUE_MAX = 8
-"""Calls that may wait for the spare thread: there are not more kinds of them."""
+"""Calls that may wait for the spare thread; there are fewer kinds of them."""
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class TierExecutor:
         self.last_health = Health()
         """The tier's health at the last check, on which the node acts."""
         self._generation: int | None = None
-        self.is_probing = False
-        """Whether a probe is under way, or waits for its thread."""
+        self.is_checking = False
+        """Whether a health check is running or queued."""
         name, num_workers = tier.properties.name, tier.properties.num_workers
         self._workers = WorkerPool(
             f"kvtier-{name}", num_workers + 1, num_workers + EXISTENCE_CHECKS_MAX + 1
@@ -117,8 +117,10 @@ class TierExecutor:
         if health.state is not before:
             self._log_change(health)
             on_change(before, health.state)
-        if not self.is_probing and self.tier.needs_health_check(_PROBE_PERIOD_NS):
-            self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
+        if not self.is_checking and self.tier.needs_health_check(_CHECK_PERIOD_NS):
+            self.is_checking = self._spare.submit(
+                self._check_device, "health check", _CHECK_LIMIT_NS
+            )
 
     def has_new_generation(self) -> bool:
         """Tell whether the tier may have lost blocks since the last call of this method."""
@@ -152,10 +154,10 @@ class TierExecutor:
         else:
             self._log.warning(f"tier is {health.state}", tier=name, reason=health.reason)
 
-    def _probe(self) -> None:
-        """Touch the medium, so that the breaker learns how it does; on the spare thread."""
+    def _check_device(self) -> None:
+        """Check the device, so that the breaker learns its state; on the spare thread."""
         try:
-            self.tier.health_check(time.monotonic_ns() + _PROBE_LIMIT_NS)
+            self.tier.health_check(time.monotonic_ns() + _CHECK_LIMIT_NS)
         except TierError as error:
             name = self.tier.properties.name
             self._warnings.warning("tier health check failed", tier=name, error=error)
@@ -164,7 +166,7 @@ class TierExecutor:
             self._warnings.exception(
                 "unexpected error in a tier health check", tier=self.tier.properties.name
             )
-        self.to_loop(self._probed)
+        self.to_loop(self._check_ended)
 
-    def _probed(self) -> None:
-        self.is_probing = False
+    def _check_ended(self) -> None:
+        self.is_checking = False

@@ -92,7 +92,7 @@ def test_a_disk_that_hangs_is_out_while_it_does(directory: Path) -> None:
             num_threads = psutil.Process(daemon.pid).num_threads()
             with shim.suffering({call: block() for call in Call}):
                 engine.store(2, 4)
-                assert re.match(r"no answer to a \w+ for \d+ s", await_told(node, "ssd", "out"))
+                assert re.match(r"no answer to a [\w ]+ for \d+ s", await_told(node, "ssd", "out"))
                 hung = node.stat()["tiers"]["ssd"]["hung_calls"]
                 for prompt in range(3, 20):
                     engine.store(prompt, 4)

@@ -1,4 +1,4 @@
-"""The ledger: the last decisions, by number and by request, each concluded once."""
+"""The decision log: the last decisions, by number and by request, each concluded once."""
 
 from dataclasses import replace
 

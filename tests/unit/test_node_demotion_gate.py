@@ -296,7 +296,7 @@ def test_what_is_dropped_after_the_stop_began_is_not_written():
     engine = engine_on(harness)
     blocks = engine.chain(range(10))
     engine.store(blocks)
-    harness.node.flush.close(harness.clock())
+    harness.node.flush.close(ev.DaemonStopping(), harness.clock())
     harness.node.cache.evict_all(EVERYTHING)
     harness.post(ev.Tick())
     assert not harness.waiting

@@ -292,7 +292,7 @@ def test_a_drop_that_fails_says_why():
     harness.fail(harness.waiting[0])
     ssd, remote = harness.answers[call]
     assert ssd.error
-    assert remote.error == "there is no such tier here"
+    assert remote.error == "no such tier"
     assert harness.holds(blocks[0].header, SSD)
 
 

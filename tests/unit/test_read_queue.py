@@ -43,15 +43,15 @@ def test_loads_take_turns():
 
 def test_a_load_that_wants_small_transfers_has_as_many_rows_in_its_turn():
     queue = queue_of(*((row, LONG) for row in range(6)), *((row, SHORT) for row in range(10, 16)))
-    queue.cut(LONG, 1)
+    queue.limit(LONG, 1)
     assert drain(queue, 3) == [[0], [1], [2], [10, 11, 12], [3], [4], [5], [13, 14, 15]]
 
 
 def test_a_cut_is_for_one_load_and_never_makes_transfers_larger():
     queue = queue_of(*((row, LONG) for row in range(4)))
-    queue.cut(LONG, 100)
+    queue.limit(LONG, 100)
     assert drain(queue, 2) == [[0, 1], [2, 3]]
-    queue.cut(LONG, 1)
+    queue.limit(LONG, 1)
     queue.forget(LONG)
     for row in range(4):
         queue.add(row, LONG, 4096, 0)
@@ -90,8 +90,8 @@ def test_nothing_is_left_after_clearing():
     assert (len(queue), list(queue), queue.num_bytes, queue.take(8)) == (0, [], 0, [])
 
 
-def test_a_row_in_nobodys_line_is_noticed():
+def test_a_row_in_no_line_is_noticed():
     queue = queue_of((1, LONG))
     queue.forget(LONG)
-    with pytest.raises(AssertionError, match="nobody"):
+    with pytest.raises(AssertionError, match="in no line"):
         queue.check()

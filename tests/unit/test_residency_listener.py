@@ -135,9 +135,9 @@ def test_remote_blocks_of_another_node_are_told_with_their_parents():
     blocks = engine.chain(range(6))
     engine.lookup(blocks)
     (probe,) = (work for work in harness.waiting if isinstance(work, ac.ExistsQuery))
-    harness.node.cache.residency_listener.tell()
+    harness.node.cache.residency_listener.report_arrivals()
     harness.carry_out(probe)
-    harness.node.cache.residency_listener.tell()  # before the request itself is counted
+    harness.node.cache.residency_listener.report_arrivals()  # before the request itself is counted
     check_memory(harness.node)
 
 

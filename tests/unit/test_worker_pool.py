@@ -184,7 +184,7 @@ def test_a_probe_finds_a_medium_that_nobody_uses_and_finds_it_again() -> None:
             before = len(medium.log)
             executor.check(lambda _before, now: states.append(now))
             await until(lambda: len(medium.log) > before, "the medium was touched")
-            await until(lambda: not executor.is_probing, "the probe is over")
+            await until(lambda: not executor.is_checking, "the check is over")
             executor.check(lambda _before, now: states.append(now))
 
         for now_ns in (10**10, 2 * 10**10, 3 * 10**10):

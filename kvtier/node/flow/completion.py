@@ -64,7 +64,7 @@ class Measurements:
         if self._planner is None or transfer.is_overdue:
             return
         if event.fault:
-            self._at_least(lane, transfer, now_ns)
+            self.overdue(lane, transfer, now_ns)
             return
         # A block that was absent or refused took hardly any time.
         results = zip(transfer.rows, event.results, strict=True)
@@ -74,10 +74,7 @@ class Measurements:
             self._planner.note_transfer(lane.tier.name, transfer.is_read, sample, now_ns)
 
     def overdue(self, lane: TransferLane, transfer: InFlightTransfer, now_ns: int) -> None:
-        """Report a transfer that is past its deadline, and may never end."""
-        self._at_least(lane, transfer, now_ns)
-
-    def _at_least(self, lane: TransferLane, transfer: InFlightTransfer, now_ns: int) -> None:
+        """Report a transfer that took at least this long, and may never end."""
         if self._planner is None:
             return
         sample = self._sample(transfer, transfer.rows, (now_ns - transfer.started_ns) / 1e9)

@@ -37,7 +37,7 @@ class CpuAllocator:
     def touch(self, rows: Rows, payload_bytes: int, now_ns: int) -> int:
         """Record one use of a chain's known leading blocks; returns its mark for ``claim``."""
         self._used_ns[slot_bytes(payload_bytes)] = self._now_ns = now_ns
-        self.cache.residency_listener.tell()
+        self.cache.residency_listener.report_arrivals()
         return self.cache.eviction.touch(self.cache.index, rows)
 
     def claim(self, row: int, mark: int) -> bool:

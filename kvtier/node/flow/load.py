@@ -75,7 +75,7 @@ class Loads:
         if plan is not None and plan.wait_ns:
             deadline_ns = min(deadline_ns, now_ns + plan.wait_ns)
         if plan is not None and plan.part_blocks:
-            self._transfers.cut(self._num_leases, plan.part_blocks)
+            self._transfers.limit_reads(self._num_leases, plan.part_blocks)
         lease = LoadLease(
             number=self._num_leases,
             call=event.call,
@@ -223,7 +223,7 @@ class Loads:
         self, lease: LoadLease, row: int, tiers: tuple[TierName, ...], mark: int, now_ns: int
     ) -> bool:
         if self._cache.state(row, TierName.CPU) != Residency.ABSENT:
-            self._transfers.want_too(row, lease.number, now_ns)
+            self._transfers.join_read(row, lease.number, now_ns)
             return True
         if not self._allocator.claim(row, mark):
             return False

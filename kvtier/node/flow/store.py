@@ -1,12 +1,12 @@
 """Stores: lease slots to be filled by clients, and publish their blocks when they are whole.
 
 Prepare, copy, complete: until a store is completed its blocks are in state writing, and are not
-served. A lease past its time is not taken back while its client lives, because the client may still
-be writing into the slots; it counts against the client's share of the arena instead.
+served. A store's lease does not expire while its client lives, because the client may still be
+writing into the slots; it counts against the client's share of the arena instead.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,7 +114,7 @@ class Stores:
         self._count("present", present)
         self._count("admitted", len(claimed))
         return StoreGrant(
-            lease=self._grant(session, leased, now_ns).number if leased else 0,
+            lease=self._grant(session, leased).number if leased else 0,
             indexes=tuple(first + place for place in claimed),
             offsets=self._cache.offsets(leased),
             present_blocks=present,
@@ -153,12 +153,6 @@ class Stores:
                 actions += self._loads.block_lost(row, "failed")
         session.stores.clear()
         return actions
-
-    def overdue(self, sessions: Iterable[Session], now_ns: int) -> int:
-        """Return how many leases are past their time."""
-        return sum(
-            lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
-        )
 
     def _rows_of(self, chain: PromptChain, first: int) -> tuple[Rows, Rows]:
         """Return the known rows before ``first``, and the rows from there on, added if new.
@@ -249,14 +243,12 @@ class Stores:
             hashes = self._cache.index.hashes_of(rows[list(places)])
             self._history.note_fate(hashes, _FATES[rule])
 
-    def _grant(self, session: Session, rows: list[int], now_ns: int) -> StoreLease:
+    def _grant(self, session: Session, rows: list[int]) -> StoreLease:
         self._num_leases += 1
         lease = StoreLease(
             number=self._num_leases,
-            session=session.token,
             rows=rows,
             num_bytes=len(rows) * slot_bytes(session.layout.block_bytes),
-            expires_ns=now_ns + session.lease_ns,
         )
         session.stores[lease.number] = lease
         self._held_bytes += lease.num_bytes

@@ -74,12 +74,12 @@ class UseCounter:
             self._touch(self._history, session, use, 0, now_ns)
         else:
             num_known = self._history.extend(use, now_ns)
-            self._residency_listener.tell_found(use.keys[num_known:])
+            self._residency_listener.report_found(use.keys[num_known:])
 
     def _touch(self, history: History, session: str, use: Use, num_stored: int, now_ns: int) -> int:
         num_stored = max(num_stored, self._residency_listener.num_restored(use.keys))
         touched = history.touch(use, now_ns, num_stored)
-        self._residency_listener.tell_found(use.keys[touched.num_known :])
+        self._residency_listener.report_found(use.keys[touched.num_known :])
         if self._depth is not None:
             self._depth.note(use, touched.num_known, now_ns)
         self._counted.add(session, _name(use), touched.num_known, now_ns)

@@ -45,23 +45,23 @@ class TransferBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class _Transfer:
+    transfer: int
+    tier: TierName
+    blocks: tuple[TransferBlock, ...]
+    deadline_ns: int
+
+
+class Read(_Transfer):
     """Reads blocks from a tier into arena slots; ends in ``ReadDone``."""
 
-    transfer: int
-    tier: TierName
-    blocks: tuple[TransferBlock, ...]
-    deadline_ns: int
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(_Transfer):
     """Writes blocks from arena slots to a tier; ends in ``WriteDone``."""
 
-    transfer: int
-    tier: TierName
-    blocks: tuple[TransferBlock, ...]
-    deadline_ns: int
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ __all__ = [
     "BlocksLost",
     "BlocksRecovered",
     "BlocksVerified",
+    "ChainCall",
     "CompleteStore",
     "ConfigureTier",
     "DaemonStopping",
@@ -37,6 +38,7 @@ __all__ = [
     "ReadDone",
     "Register",
     "Release",
+    "SessionCall",
     "SessionEnded",
     "SetAdminState",
     "SetWriteAllowance",
@@ -49,8 +51,31 @@ __all__ = [
 ]
 
 
+class Event:
+    """Base class of all events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Register:
+class SessionCall(Event):
+    """A call of a registered engine."""
+
+    call: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCall(SessionCall):
+    """A call about the blocks of a chain from ``first`` on; ``hashes`` are joined."""
+
+    tenant: bytes
+    hashes: bytes
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Event):
     """An engine registers; ``ticket`` ties its session to its arena connection."""
 
     call: int
@@ -79,50 +104,38 @@ class AnnouncedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(SessionCall):
     """Announces new requests, each once and before its lookup, and reports finished ones.
 
     Uses are counted here. Blocks that a request lacks are prefetched into the CPU tier and kept
     there until its turn.
     """
 
-    call: int
-    session: str
     requests: tuple[AnnouncedRequest, ...]
     over: tuple[str, ...] = ()
     """Ids of requests that ended, or will not be looked up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(ChainCall):
     """Asks which blocks from ``first`` on can be loaded, and how many of them are worth restoring.
 
     Counts as a use of the chain unless its request was announced.
     """
 
-    call: int
-    session: str
-    tenant: bytes
-    hashes: bytes
-    first: int
     deadline_ns: int
     traits: RequestTraits = NO_TRAITS
     load: EngineLoad = field(default_factory=EngineLoad)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(ChainCall):
     """Leases as many leading blocks from ``first`` on as possible in the arena.
 
     With ``from_back`` they are announced from the last block on, while the engine computes the
     first ones; the engine does not wait for blocks that it has computed by then.
     """
 
-    call: int
-    session: str
-    tenant: bytes
-    hashes: bytes
-    first: int
     deadline_ns: int
     decision: int = 0
     """Number of the decision that led to this load, or 0."""
@@ -131,7 +144,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(Event):
     """Ends a load's lease. ``call`` is None if nobody waits for the answer.
 
     ``corrupt`` lists blocks whose bytes failed their check, as indexes in the order announced.
@@ -144,35 +157,26 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareStore:
+class PrepareStore(ChainCall):
     """Leases slots for the blocks from ``first`` on that are neither cached nor refused."""
 
-    call: int
-    session: str
-    tenant: bytes
-    hashes: bytes
-    first: int
     traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
     """Blocks from this index on hold generated tokens; -1 if none does."""
 
 
 @dataclass(frozen=True, slots=True)
-class CompleteStore:
+class CompleteStore(SessionCall):
     """Publishes the leading ``len(checksums)`` blocks of a store's lease, and drops the others."""
 
-    call: int
-    session: str
     lease: int
     checksums: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTierReport:
+class EngineTierReport(SessionCall):
     """An engine reports its GPU tier; ``order`` is the command that this answers, or 0."""
 
-    call: int
-    session: str
     capacity_bytes: int
     used_bytes: int
     used_tokens: int
@@ -188,14 +192,14 @@ class EngineTierReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionEnded:
+class SessionEnded(Event):
     """A ticket's connection is closed, so the client no longer maps the arena."""
 
     ticket: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Event):
     """Drops a selection of blocks from tiers, after transfers of them to these tiers have ended."""
 
     call: int
@@ -205,7 +209,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class PinBlocks:
+class PinBlocks(Event):
     """Keeps a chain's blocks for ``ttl_ns`` within the budget for pins; 0 unpins them."""
 
     call: int
@@ -216,7 +220,7 @@ class PinBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(Event):
     """Prefetches a chain's blocks into the CPU tier."""
 
     call: int
@@ -227,7 +231,7 @@ class Warm:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadDone:
+class ReadDone(Event):
     """A read ended: for each block its checksum or the reason of its miss; or ``fault`` for all."""
 
     transfer: int
@@ -237,7 +241,7 @@ class ReadDone:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteDone:
+class WriteDone(Event):
     """A write ended. A result of None marks a block whose bytes in the arena failed their check."""
 
     transfer: int
@@ -248,7 +252,7 @@ class WriteDone:
 
 
 @dataclass(frozen=True, slots=True)
-class ExistsQueryDone:
+class ExistsQueryDone(Event):
     """A shared tier told which blocks it may have; empty if it did not answer."""
 
     query: int
@@ -256,7 +260,7 @@ class ExistsQueryDone:
 
 
 @dataclass(frozen=True, slots=True)
-class PurgeDone:
+class PurgeDone(Event):
     """A selection of blocks was removed from a tier, or removing it failed with ``fault``."""
 
     tier: TierName
@@ -266,7 +270,7 @@ class PurgeDone:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksLost:
+class BlocksLost(Event):
     """A tier can no longer serve these blocks; ``hashes`` are joined."""
 
     tier: TierName
@@ -276,7 +280,7 @@ class BlocksLost:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkUnverified:
+class MarkUnverified(Event):
     """A shared tier may have lost blocks in this range of index rows: they become unverified."""
 
     tier: TierName
@@ -285,7 +289,7 @@ class MarkUnverified:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksVerified:
+class BlocksVerified(Event):
     """A shared tier was asked for unverified blocks; ``hashes`` are joined."""
 
     tier: TierName
@@ -295,7 +299,7 @@ class BlocksVerified:
 
 
 @dataclass(frozen=True, slots=True)
-class TierUp:
+class TierUp(Event):
     """A tier started or stopped answering."""
 
     tier: TierName
@@ -303,7 +307,7 @@ class TierUp:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAdminState:
+class SetAdminState(Event):
     """Sets the administrative state of a tier."""
 
     tier: TierName
@@ -311,7 +315,7 @@ class SetAdminState:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigureTier:
+class ConfigureTier(Event):
     """Sets the settings of a detached or new tier that is about to be attached.
 
     ``BlocksRecovered`` with its contents follows before the tier becomes active.
@@ -321,7 +325,7 @@ class ConfigureTier:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetRows:
+class ForgetRows(Event):
     """Forgets the blocks that a detached tier held in this range of index rows."""
 
     tier: TierName
@@ -330,7 +334,7 @@ class ForgetRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SetWriteAllowance:
+class SetWriteAllowance(Event):
     """Limits writes to a tier for the time being; None removes the limit."""
 
     tier: TierName
@@ -338,7 +342,7 @@ class SetWriteAllowance:
 
 
 @dataclass(frozen=True, slots=True)
-class SettingsChanged:
+class SettingsChanged(Event):
     """The configuration was reloaded."""
 
     lease_ns: int
@@ -348,19 +352,19 @@ class SettingsChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class DaemonStopping:
+class DaemonStopping(Event):
     """The daemon is about to stop: no more calls come, and valuable blocks are flushed."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlabsReserved:
+class SlabsReserved(Event):
     """The first ``num_slabs`` slabs of the arena are backed by memory."""
 
     num_slabs: int
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksRecovered:
+class BlocksRecovered(Event):
     """A tier was found to hold these blocks when it was opened; each block is reported once."""
 
     tier: TierName
@@ -368,38 +372,5 @@ class BlocksRecovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Event):
     """Time has passed."""
-
-
-Event = (
-    Register
-    | Announce
-    | Lookup
-    | Load
-    | Release
-    | PrepareStore
-    | CompleteStore
-    | EngineTierReport
-    | SessionEnded
-    | Drop
-    | PinBlocks
-    | Warm
-    | ReadDone
-    | WriteDone
-    | ExistsQueryDone
-    | PurgeDone
-    | BlocksLost
-    | MarkUnverified
-    | BlocksVerified
-    | TierUp
-    | SetAdminState
-    | ConfigureTier
-    | ForgetRows
-    | SetWriteAllowance
-    | DaemonStopping
-    | SettingsChanged
-    | SlabsReserved
-    | BlocksRecovered
-    | Tick
-)

@@ -83,7 +83,7 @@ class AdminStates:
         rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
         is_new = rows < 0
         restored = index.restore(event.headers[is_new], event.tier)
-        self._cache.residency_listener.tell_restored(restored, event.tier)
+        self._cache.residency_listener.report_restored(restored, event.tier)
         if is_new.all():
             return
         known = rows[~is_new]

@@ -25,7 +25,7 @@ class ReadQueue:
         self._lines: OrderedDict[int, deque[int]] = OrderedDict()
         """For each load its rows, in the order of turns; some may have been read or cancelled."""
 
-        self._parts: dict[int, int] = {}
+        self._limits: dict[int, int] = {}
         """For loads that want smaller transfers, the most rows taken at once."""
         self._turn = (BACKGROUND, 0)
         """The load whose turn it is, and how many rows it has had of it."""
@@ -46,10 +46,10 @@ class ReadQueue:
             self.num_bytes += num_bytes
         self._lines.setdefault(load, deque()).append(row)
 
-    def cut(self, load: int, count: int) -> None:
+    def limit(self, load: int, count: int) -> None:
         """Give a load no more than ``count`` rows at once, until it is forgotten."""
         assert count > 0, "a turn has at least one row"
-        self._parts[load] = count
+        self._limits[load] = count
 
     def discard(self, row: int) -> bool:
         """Remove a row for all loads; False if it is not queued."""
@@ -58,7 +58,7 @@ class ReadQueue:
     def forget(self, load: int) -> None:
         """Drop a load's line; rows that no other load wants were discarded before."""
         self._lines.pop(load, None)
-        self._parts.pop(load, None)
+        self._limits.pop(load, None)
 
     def clear(self) -> None:
         """Remove everything."""
@@ -73,7 +73,7 @@ class ReadQueue:
         """
         while self._queued:
             load = self._next_load()
-            most = min(count, self._parts.get(load, count))
+            most = min(count, self._limits.get(load, count))
             taken = self._take_from(self._lines[load], most)
             whose, num_had = self._turn
             num_had = len(taken) + (num_had if whose == load else 0)

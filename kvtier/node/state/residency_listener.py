@@ -42,7 +42,7 @@ class ResidencyListener:
         if history is not None:
             index.add_listener(self._moved)
 
-    def tell(self) -> None:
+    def report_arrivals(self) -> None:
         """Report all arrivals so far to the history."""
         if self._history is None or not self._arrivals:
             return
@@ -63,13 +63,13 @@ class ResidencyListener:
         is_there = (self._index.facts(rows)["state"] == Residency.READY).any(axis=1) & (rows >= 0)
         return len(rows) if is_there.all() else int(is_there.argmin())
 
-    def tell_restored(self, rows: Rows, tier: TierName) -> None:
+    def report_restored(self, rows: Rows, tier: TierName) -> None:
         """Report blocks found in a tier that the history remembers."""
         if self._history is not None and self._history.num_remembered:
             needs_adoption = self._history.needs_adoption(self._index.hashes_of(rows))
             self._enter(self._history, tier, rows[~needs_adoption])
 
-    def tell_found(self, keys: Sequence[bytes]) -> None:
+    def report_found(self, keys: Sequence[bytes]) -> None:
         """Report in which tiers the blocks are that a request has just named.
 
         Needed only for blocks found at the start; others are reported on arrival.
@@ -121,7 +121,7 @@ class ResidencyListener:
             self._arrivals.append((tier, changed))
             self._num_arrived += len(changed)
             if self._num_arrived >= HISTORY_BATCH_BLOCKS:
-                self.tell()
+                self.report_arrivals()
             return
-        self.tell()
+        self.report_arrivals()
         self._history.leave(tier, self._index.hashes_of(changed), self._fate)

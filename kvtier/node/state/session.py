@@ -121,10 +121,8 @@ class StoreLease:
     """Blocks leased to be copied into the arena, in chain order; all of them in state writing."""
 
     number: int
-    session: str
     rows: list[int]
     num_bytes: int
-    expires_ns: int
 
 
 @dataclass(slots=True)

@@ -117,16 +117,16 @@ class TierTransfers:
         assert self._cache.state(row, TierName.CPU) == Residency.WRITING
         self.lanes[tier].reads.add(row, load, self._cache.size_of(row), now_ns)
 
-    def want_too(self, row: int, load: int, now_ns: int) -> None:
+    def join_read(self, row: int, load: int, now_ns: int) -> None:
         """Add a load to a row's queued read, so that it is read in the turn that comes first."""
         for lane in self.lanes.values():
             if row in lane.reads:
                 lane.reads.add(row, load, self._cache.size_of(row), now_ns)
 
-    def cut(self, load: int, num_blocks: int) -> None:
+    def limit_reads(self, load: int, num_blocks: int) -> None:
         """Limit reads for a load to ``num_blocks`` each, until the load is forgotten."""
         for lane in self.lanes.values():
-            lane.reads.cut(load, num_blocks)
+            lane.reads.limit(load, num_blocks)
 
     def forget_load(self, load: int) -> None:
         """Give a load no more turns; reads that it alone wanted were cancelled before."""
