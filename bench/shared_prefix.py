@@ -28,8 +28,7 @@ from mix import model_of
 from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.engine.engine import Engine, block_layout, create_pool
-from kvtier.engine.flops import model_flops
-from kvtier.engine.model import LoadedModel, key_space
+from kvtier.engine.model import LoadedModel, key_space, model_flops
 from kvtier.engine.port import NoPort
 from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner

@@ -37,8 +37,7 @@ from kvtier.core.residency import TierName
 from kvtier.daemon.daemon import Daemon
 from kvtier.engine.attention import ATTENTION_NAME, register_attention
 from kvtier.engine.engine import Engine, block_layout, create_pool
-from kvtier.engine.flops import model_flops
-from kvtier.engine.model import LoadedModel, key_space, load_model
+from kvtier.engine.model import LoadedModel, key_space, load_model, model_flops
 from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings

@@ -333,8 +333,7 @@ class _Attached:
         from kvtier.client import Client, ClientDeadlines
         from kvtier.connectors.integrated import DaemonPort
         from kvtier.engine.engine import block_layout
-        from kvtier.engine.flops import model_flops
-        from kvtier.engine.model import key_space
+        from kvtier.engine.model import key_space, model_flops
 
         self._block_tokens = settings.engine_block_tokens
         self._runner: EngineRunner | None = None

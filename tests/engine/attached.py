@@ -12,8 +12,7 @@ from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.core.residency import TierName
 from kvtier.engine.engine import Engine, block_layout, create_pool
-from kvtier.engine.flops import model_flops
-from kvtier.engine.model import LoadedModel, key_space
+from kvtier.engine.model import LoadedModel, key_space, model_flops
 from kvtier.engine.port import NoPort
 from kvtier.engine.request import EngineRequest, Output, Usage
 from kvtier.engine.runner import EngineRunner

@@ -8,8 +8,7 @@ import pytest
 from kvtier.core.plan import EngineLoad, PlanReason, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.engine.engine import Engine
-from kvtier.engine.flops import model_flops
-from kvtier.engine.model import LoadedModel
+from kvtier.engine.model import LoadedModel, model_flops
 from kvtier.engine.request import Hints
 from kvtier.engine.sequence import RequestTiming, TokenSources
 from kvtier.testing.memory_port import MemoryPort
