@@ -4,7 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-from kvtier.daemon.persistence.whole_file import replace_file
 from kvtier.errors import StartError, reason_of
 
 __all__ = ["check_output", "read_bytes", "read_text", "write_output"]
@@ -52,6 +51,8 @@ def check_output(option: str, path: Path) -> None:
 
 def write_output(option: str, path: Path, text: str) -> None:
     """Replace a regular file atomically, or write into a device or pipe. Raises StartError."""
+    from kvtier.daemon.persistence.whole_file import replace_file  # slow, and seldom needed
+
     try:
         if _is_replaced(path):
             successor = f".{os.getpid()}"

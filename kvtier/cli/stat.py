@@ -158,7 +158,7 @@ def _tiers(document: _Document) -> Iterator[str]:
             format_count(tier["tokens"]),
             hit if name in hits else f"{hit} tok",
         ]
-        if tier["state"] == "untold":
+        if tier["state"] == "unknown":
             cells = ["-"] * len(cells)
         yield format_row(_TIERS, (name, tier["state"], *cells))
 

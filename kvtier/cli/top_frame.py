@@ -119,7 +119,7 @@ def _tiers(now: _Document, size: WindowSize) -> Iterator[Text]:
     lately = now["grown"]["lately"]
     for name, tier in now["tiers"].items():
         used, capacity, state = tier["used_bytes"], tier["capacity_bytes"], str(tier["state"])
-        is_known = state != "untold"
+        is_known = state != "unknown"
         cells = (
             name,
             state,

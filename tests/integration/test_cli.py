@@ -222,7 +222,7 @@ def test_drop_names_an_engine_that_cannot_empty_its_own_cache(node: RunningNode)
         assert "1 engine(s) did not empty their GPU tier\n" in told.stdout
         assert f"        one (pid {os.getpid()}): ask? me\n" in told.stdout
         stat = run(node, "stat").stdout
-        assert re.search(r"^gpu +untold +- +- +- +- +-$", stat, re.MULTILINE), stat
+        assert re.search(r"^gpu +unknown +- +- +- +- +-$", stat, re.MULTILINE), stat
         removed = json.loads(run(node, "drop", "--tier", "gpu", "--json").stdout)["removed"]
         assert removed[0]["keeping"] == [{"engine": "one", "pid": os.getpid(), "why": "ask\x1b me"}]
         assert run(node, "drop", "--tier", "cpu", "--tier", "ssd").returncode == 0

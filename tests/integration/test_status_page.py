@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, expect
-from tests.unit.test_shown import SHOWN
 
 from kvtier.cli.formatting import format_bytes, format_count
 from kvtier.core.request import RequestTraits
@@ -18,6 +17,7 @@ from kvtier.testing.running_node import RunningNode
 from tests.integration.asking import Users
 from tests.integration.conftest import SHOWN_MS
 from tests.integration.pattern import PatternEngine
+from tests.unit.test_formatting import SHOWN
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_it_shows_what_stat_says(browser: Browser, node: RunningNode) -> None:
                 ]
                 for tier in ("cpu", "ssd")
             ]
-            assert [row[1] for row in rows] == ["◇ untold", "● up", "● up", "○ off"]
+            assert [row[1] for row in rows] == ["◇ unknown", "● up", "● up", "○ off"]
             held = f"{format_bytes(told['tiers']['cpu']['used_bytes'])} of 1 MiB"
             return [row[3:] for row in rows[1:3]] == expected and rows[1][2] == held
 

@@ -205,10 +205,10 @@ def _state_of(health: Health | None) -> dict[str, Any]:
 def _gpu(sessions: list[Session]) -> dict[str, Any]:
     reports = [session.report for session in sessions]
     capacity_bytes = sum(report.capacity_bytes for report in reports)
-    state = "up" if capacity_bytes else "untold" if sessions else "off"
+    state = "up" if capacity_bytes else "unknown" if sessions else "off"
     return {
         "state": state,
-        "reason": "no engine reports its GPU memory" if state == "untold" else "",
+        "reason": "no engine reports its GPU memory" if state == "unknown" else "",
         "capacity_bytes": capacity_bytes,
         "used_bytes": sum(report.used_bytes for report in reports),
         "blocks": sum(s.report.used_tokens // s.layout.block_tokens for s in sessions),

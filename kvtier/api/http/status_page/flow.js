@@ -77,7 +77,7 @@ function box(name, [x, y, width, height], tier) {
     width > 300
       ? svg("text", { x: x + width - 14, y: y + 27, class: "state right" }, stated(state))
       : line(y + 47, "state", stated(state)),
-    ...(["off", "untold"].includes(state) ? [] : [
+    ...(["off", "unknown"].includes(state) ? [] : [
       line(y + height - 34, "held", capacity ? `${bytes(used)} · ${share(full)}` : bytes(used)),
       line(y + height - 16, "held", `${count(tier.tokens)} tokens`),
     ]));

@@ -118,7 +118,7 @@ function tiers({ tiers: all, tokens }) {
       html("span", { class: `state is-${word(tier.state)}` }, stated(tier.state)),
     ];
     // What is not known is no zero.
-    if (tier.state === "untold") return [...head, null, null, null, null, null];
+    if (tier.state === "unknown") return [...head, null, null, null, null, null];
     return [
       ...head,
       html("span", { class: "gauge" }, bar(size, [[full, name]]), html("span", {}, size)),
