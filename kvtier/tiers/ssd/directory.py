@@ -11,13 +11,16 @@ from pathlib import Path
 
 from kvtier.errors import StartError, TierError
 from kvtier.lock import acquire_lock, release_lock
+from kvtier.observe.log import Log
 from kvtier.permissions import ensure_private
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.purge import remove_unknown_files
 from kvtier.tiers.ssd.segment import Segment, is_in_place
 from kvtier.tiers.ssd.store_limits import NO_WRITES
 
-__all__ = ["DirectoryLock", "check_directory"]
+__all__ = ["DirectoryLock", "check_directory", "check_private", "unusable"]
+
+_log = Log("kvtier.tiers")
 
 
 _FIELD = "ssd.directory"
@@ -77,6 +80,25 @@ class DirectoryLock:
                 "make its parent writable for this user or set another one",
             ) from None
         return acquire_lock(self._path, _FIELD, str(directory))
+
+
+def check_private(directory: Path) -> None:
+    """Check who may write to the directory before it is used. Raises StartError."""
+    try:
+        is_narrowed = ensure_private(directory, "ssd.directory")
+    except FileNotFoundError:
+        return  # it will be created with the right mode
+    except OSError as error:
+        raise unusable(directory, error) from error
+    if is_narrowed:
+        _log.warning("directory was writable by other users; mode set to 0700", path=directory)
+
+
+def unusable(directory: Path, error: OSError) -> StartError:
+    """Return the error for a directory that cannot be used."""
+    return StartError(
+        "ssd.directory", f"{directory}: {error.strerror}", "repair it or set another directory"
+    )
 
 
 def check_directory(pool: SegmentPool, lock: DirectoryLock) -> None:

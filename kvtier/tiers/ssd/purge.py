@@ -21,20 +21,26 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kvtier.core.identity import BlockHash, Selection
+from kvtier.core.identity import PACKED_HEADER, BlockHash, Selection
+from kvtier.core.limits import PAGE_BYTES
 from kvtier.errors import TierTimeout
 from kvtier.tiers.base import Removed
 from kvtier.tiers.check import seconds_left
+from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.pool import SegmentPool
-from kvtier.tiers.ssd.record import RecordState
+from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState, record_bytes
 from kvtier.tiers.ssd.segment import (
+    TOMBSTONE_S,
+    Entries,
     Segment,
+    add_tombstones,
     entries_of,
-    erase_records,
-    is_erased,
+    footer_bytes,
     mark_records,
     segment_number,
+    write_footer,
 )
 
 __all__ = ["purge_all", "purge_selected", "remove_blocks", "remove_unknown_files"]
@@ -118,16 +124,16 @@ def _purge_segment(
     if segment.is_set_aside:
         return _evict(pool, segment)
     entries = entries_of(pool.disk, segment, deadline_ns=deadline_ns)
-    is_meant = selection.mask(entries["header"]["space"]) & ~is_erased(entries)
+    is_selected = selection.mask(entries["header"]["space"]) & ~_is_erased(entries)
     with pool.lock:
-        rows = pool.index.rows_at(entries[is_meant], segment.number)
+        rows = pool.index.rows_at(entries[is_selected], segment.number)
         removed = pool.index.sizes_of(rows)
         pool.index.drop(rows)
     if _is_empty(pool, segment):
         pool.retire(segment)
         return removed
     try:
-        erase_records(pool.disk, segment, entries, is_meant)
+        _erase_records(pool.disk, segment, entries, is_selected)
     except OSError:
         removed += _evict(pool, segment)
     return removed
@@ -155,3 +161,57 @@ def _evict(pool: SegmentPool, segment: Segment) -> Removed:
         lost = pool.index.sizes_of(pool.index.rows_of(segment.number))
     pool.evict(segment)
     return lost
+
+
+def _is_erased(entries: Entries) -> npt.NDArray[np.bool_]:
+    """Tell which entries have lost their headers to a purge."""
+    erased: npt.NDArray[np.bool_] = (entries["header"]["block_hash"] == 0).all(axis=1)
+    return erased
+
+
+def _erase_records(
+    disk: Disk, segment: Segment, entries: Entries, is_selected: npt.NDArray[np.bool_]
+) -> None:
+    """Erase records except what is needed to skip them, and zero free space.
+
+    ``entries`` are all entries of the segment, to which nothing is appended meanwhile.
+    """
+    pages = entries["page"][is_selected].tolist()
+    add_tombstones(disk, segment, pages)  # first, or a restart could find half-erased records
+    disk.zero(segment.path, _ranges_to_zero(segment, entries, is_selected))
+    # Only now: an erased head implies an erased payload.
+    disk.hook("record.erase")
+    disk.rewrite(segment.path, pages, lambda page: _erased(page, segment.number))
+    changed = entries.copy()
+    headers = changed["header"]
+    sizes = headers["payload_bytes"][is_selected]
+    headers[is_selected] = np.zeros((), PACKED_HEADER)
+    headers["payload_bytes"][is_selected] = sizes
+    changed["written_s"][is_selected] = TOMBSTONE_S
+    if segment.entries:
+        segment.entries[:] = changed.tobytes()
+    elif segment.has_footer:
+        write_footer(disk, segment, changed.tobytes(), "footer.drop")
+
+
+def _erased(page: bytes, number: int) -> bytes:
+    head = RecordHead.unpack(page[:RECORD_HEAD_BYTES], number)
+    return b"" if head is None else head.erased().pack(number)
+
+
+def _ranges_to_zero(
+    segment: Segment, entries: Entries, is_selected: npt.NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """Return [start, end) of selected payloads and of space that belongs to no record."""
+    ranges = []
+    end = PAGE_BYTES
+    columns = (entries["page"], entries["header"]["payload_bytes"], is_selected)
+    for page, payload_bytes, meant in zip(*(each.tolist() for each in columns), strict=True):
+        start = page * PAGE_BYTES
+        ranges.append((end, start))
+        end = start + record_bytes(payload_bytes)
+        if meant:
+            ranges.append((start + PAGE_BYTES, end))
+    footer = footer_bytes(len(entries)) if segment.has_footer else 0
+    ranges.append((end, segment.size_bytes - footer))
+    return [(start, end) for start, end in ranges if start < end]

@@ -49,9 +49,7 @@ __all__ = [
     "create_segment",
     "declared_size",
     "entries_of",
-    "erase_records",
     "footer_bytes",
-    "is_erased",
     "is_in_place",
     "is_of_other_version",
     "load_segment",
@@ -59,6 +57,7 @@ __all__ = [
     "seal_segment",
     "segment_number",
     "walk_records",
+    "write_footer",
     "written_since",
 ]
 
@@ -168,12 +167,13 @@ def create_segment(disk: Disk, number: int, size_bytes: int, instance: bytes) ->
 
 def seal_segment(disk: Disk, segment: Segment) -> None:
     """Write the footer and make the segment durable; nothing is appended afterwards."""
-    _write_footer(disk, segment, bytes(segment.entries), "segment.footer")
+    write_footer(disk, segment, bytes(segment.entries), "segment.footer")
     segment.has_footer = True
     segment.entries = bytearray()
 
 
-def _write_footer(disk: Disk, segment: Segment, packed: bytes, step: str) -> None:
+def write_footer(disk: Disk, segment: Segment, packed: bytes, step: str) -> None:
+    """Write the footer for these packed entries and make it durable."""
     count = len(packed) // ENTRY_DTYPE.itemsize
     trailer = _TRAILER.pack(_TRAILER_MAGIC, segment.number, count, segment.epoch)
     check = _CHECK.pack(xxhash.xxh3_64_intdigest(packed + trailer))
@@ -206,7 +206,7 @@ def add_tombstones(disk: Disk, segment: Segment, pages: list[int]) -> None:
         return
     entries = read.copy()
     _set_tombstones(entries, pages)
-    _write_footer(disk, segment, entries.tobytes(), "footer.drop")
+    write_footer(disk, segment, entries.tobytes(), "footer.drop")
 
 
 def _set_tombstones(entries: Entries, pages: list[int]) -> None:
@@ -218,60 +218,6 @@ def _marked(page: bytes, number: int, state: RecordState) -> bytes:
     if head is None:
         return page  # damaged: recovery ignores it as well
     return head.marked(state).pack(number)
-
-
-def is_erased(entries: Entries) -> npt.NDArray[np.bool_]:
-    """Tell which entries have lost their headers to a purge."""
-    erased: npt.NDArray[np.bool_] = (entries["header"]["block_hash"] == 0).all(axis=1)
-    return erased
-
-
-def erase_records(
-    disk: Disk, segment: Segment, entries: Entries, is_meant: npt.NDArray[np.bool_]
-) -> None:
-    """Erase records except what is needed to skip them, and zero free space.
-
-    ``entries`` are all entries of the segment, to which nothing is appended meanwhile.
-    """
-    pages = entries["page"][is_meant].tolist()
-    add_tombstones(disk, segment, pages)  # first, or a restart could find half-erased records
-    disk.zero(segment.path, _free_ranges(segment, entries, is_meant))
-    # Only now: an erased head implies an erased payload.
-    disk.hook("record.erase")
-    disk.rewrite(segment.path, pages, lambda page: _erased(page, segment.number))
-    changed = entries.copy()
-    headers = changed["header"]
-    sizes = headers["payload_bytes"][is_meant]
-    headers[is_meant] = np.zeros((), PACKED_HEADER)
-    headers["payload_bytes"][is_meant] = sizes
-    changed["written_s"][is_meant] = TOMBSTONE_S
-    if segment.entries:
-        segment.entries[:] = changed.tobytes()
-    elif segment.has_footer:
-        _write_footer(disk, segment, changed.tobytes(), "footer.drop")
-
-
-def _erased(page: bytes, number: int) -> bytes:
-    head = RecordHead.unpack(page[:RECORD_HEAD_BYTES], number)
-    return b"" if head is None else head.erased().pack(number)
-
-
-def _free_ranges(
-    segment: Segment, entries: Entries, is_meant: npt.NDArray[np.bool_]
-) -> list[tuple[int, int]]:
-    """Return [start, end) of selected payloads and of space that belongs to no record."""
-    ranges = []
-    end = PAGE_BYTES
-    columns = (entries["page"], entries["header"]["payload_bytes"], is_meant)
-    for page, payload_bytes, meant in zip(*(each.tolist() for each in columns), strict=True):
-        start = page * PAGE_BYTES
-        ranges.append((end, start))
-        end = start + record_bytes(payload_bytes)
-        if meant:
-            ranges.append((start + PAGE_BYTES, end))
-    footer = footer_bytes(len(entries)) if segment.has_footer else 0
-    ranges.append((end, segment.size_bytes - footer))
-    return [(start, end) for start, end in ranges if start < end]
 
 
 def load_segment(disk: Disk, path: Path) -> tuple[Segment, Entries] | None:

@@ -30,8 +30,6 @@ from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers,
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierFull, TierTimeout
-from kvtier.observe.log import Log
-from kvtier.permissions import ensure_private
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -47,7 +45,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.ssd.append import Appender
 from kvtier.tiers.ssd.damage import Quarantine
-from kvtier.tiers.ssd.directory import DirectoryLock, check_directory
+from kvtier.tiers.ssd.directory import DirectoryLock, check_directory, check_private, unusable
 from kvtier.tiers.ssd.disk import DirectIO, Disk, new_staging
 from kvtier.tiers.ssd.fetch import Fetcher, locate, runs_of
 from kvtier.tiers.ssd.options import Durability, SsdOptions, check_sizes
@@ -72,8 +70,6 @@ __all__ = ["SCRATCH_NAME", "SsdTier"]
 SCRATCH_NAME = "scratch"
 """Directory of a scratch tier, beside the segments."""
 
-_log = Log("kvtier.tiers")
-
 _CLOSE_S = 10
 """How long ``close`` waits for a running write, which may need that on a slow drive."""
 
@@ -97,13 +93,13 @@ class SsdTier:
             TierName.SSD, is_persistent=True, is_shared=False, num_workers=options.num_workers
         )
         self._age = AgeLimit(options.max_age_s, options.now_s)
-        _keep_private(directory)
+        check_private(directory)
         self._directory_lock = DirectoryLock(directory)
         try:
             self._open(directory, capacity_bytes, segment_bytes, options)
         except OSError as error:
             self._directory_lock.release()
-            raise _unusable(directory, error) from error
+            raise unusable(directory, error) from error
         except BaseException:
             self._directory_lock.release()
             raise
@@ -397,24 +393,6 @@ class SsdTier:
             yield staging
         finally:
             self._stagings.put_nowait(staging)
-
-
-def _keep_private(directory: Path) -> None:
-    """Check who may write to the directory before it is used. Raises StartError."""
-    try:
-        is_narrowed = ensure_private(directory, "ssd.directory")
-    except FileNotFoundError:
-        return  # it will be created with the right mode
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    if is_narrowed:
-        _log.warning("directory was writable by other users; mode set to 0700", path=directory)
-
-
-def _unusable(directory: Path, error: OSError) -> StartError:
-    return StartError(
-        "ssd.directory", f"{directory}: {error.strerror}", "repair it or set another directory"
-    )
 
 
 def _segment_bytes(block_bytes: int, num_blocks: int) -> int:
