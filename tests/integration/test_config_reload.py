@@ -154,8 +154,8 @@ def test_a_file_that_is_no_good(node: Configured) -> None:
         for spoil, said in (
             (lambda: node.path.write_text("[cost]\nrestore = "), "is not valid TOML"),
             (node.path.unlink, "No such file"),
-            (node.path.mkdir, "is no file"),
-            (lambda: (node.path.rmdir(), os.mkfifo(node.path)), "is no file"),
+            (node.path.mkdir, "is not a regular file"),
+            (lambda: (node.path.rmdir(), os.mkfifo(node.path)), "is not a regular file"),
         ):
             spoil()
             told = node.tell(daemon)
