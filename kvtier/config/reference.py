@@ -164,9 +164,9 @@ def _value(kind: ValueKind, field: FieldInfo) -> _Schema:
 def _limits(field: FieldInfo) -> _Schema:
     """Return the limits of a field's values."""
     return {
-        said: value
+        keyword: value
         for each in (*field.metadata, *_inner(field.annotation))
-        for name, said in _LIMITS.items()
+        for name, keyword in _LIMITS.items()
         if (value := getattr(each, name, None)) is not None
     }
 
@@ -175,7 +175,7 @@ def _inner(annotation: object) -> Iterator[object]:
     """Yield the metadata of an annotation's parts: a list's items, a union's members."""
     for part in get_args(annotation):
         if get_origin(part) is Annotated:
-            yield from (each for said in get_args(part)[1:] for each in said.metadata)
+            yield from (each for extra in get_args(part)[1:] for each in extra.metadata)
 
 
 def _quantity(units: Mapping[str, int], unit_is: str) -> str:

@@ -90,7 +90,7 @@ class TierSection(Section):
         return self.model_copy(update={self.file_backed_key: value})
 
     def eviction_policy(self, cpu_policy: str) -> str:  # others follow it
-        """Return the policy by which the tier evicts when the CPU tier goes by ``cpu_policy``."""
+        """Return the tier's eviction policy if the CPU tier uses ``cpu_policy``."""
         return "lru"
 
 

@@ -96,7 +96,7 @@ _HEADERS: Mapping[str, str] = {
 }
 
 _Document = Mapping[str, Any]
-"""The status document, or part of it."""
+"""The status document or a part."""
 
 
 class StatusCache:
@@ -128,19 +128,19 @@ class StatusCache:
         return asked.result()
 
     def _ask(self) -> asyncio.Future[bytes]:
-        told: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        answer: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
-        def tell() -> None:
+        def create() -> None:
             try:
-                told.set_result(_public(self._make()))
+                answer.set_result(_public(self._make()))
             except Exception as error:
-                told.set_exception(error)
+                answer.set_exception(error)
 
         try:
-            self._loop.call_soon_threadsafe(tell)
+            self._loop.call_soon_threadsafe(create)
         except RuntimeError as error:  # it is closed
             raise _unavailable("the daemon has stopped") from error
-        self._asked, self._asked_s = asyncio.wrap_future(told), time.monotonic()
+        self._asked, self._asked_s = asyncio.wrap_future(answer), time.monotonic()
         self._asked.add_done_callback(self._keep)
         return self._asked
 
@@ -174,9 +174,9 @@ def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]
 
 def _public(document: _Document) -> bytes:
     """Return the public part of a document as JSON."""
-    told = {name: document[name] for name in _SECTIONS if name in document}
-    told["requests"] = [_shortened(each) for each in document.get("requests", ())]
-    return json.dumps(told, separators=(",", ":")).encode()
+    public = {name: document[name] for name in _SECTIONS if name in document}
+    public["requests"] = [_shortened(each) for each in document.get("requests", ())]
+    return json.dumps(public, separators=(",", ":")).encode()
 
 
 def _shortened(request: _Document) -> _Document:

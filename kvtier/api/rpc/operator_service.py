@@ -178,7 +178,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         return pb.DropReply(removed=map(_removed, answer))
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainReply:
-        """Return what is cached of a chain or a request, and what was decided about it."""
+        """Return which blocks of a chain or request are cached, and the decision about it."""
         question = ExplainQuestion(
             request.request_id,
             request.key_space,
@@ -198,8 +198,8 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         tenant, hashes = tenant_from_wire(request.chain), request.chain.hashes
         await _check_chain(context, request.key_space, tenant, hashes)
         if request.ttl_s > GAP_MAX_S:
-            said = f"ttl_s is {request.ttl_s}, but must be from 0 to {GAP_MAX_S}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+            problem = f"ttl_s is {request.ttl_s}, but must be from 0 to {GAP_MAX_S}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         ttl_ns = request.ttl_s * 10**9
         answer = await self._driver.ask(
             lambda call: ev.PinBlocks(call, request.key_space, tenant, hashes, ttl_ns)
@@ -240,12 +240,12 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     async def Fsck(self, request: pb.FsckRequest, context: _Context) -> AsyncIterator[pb.FsckReply]:
         """Verify the whole SSD tier with lower priority than loads."""
         if STORE_TIER not in self._driver.tiers:
-            said = "the daemon has no SSD tier; check a detached one without the daemon"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
+            problem = "the daemon has no SSD tier; check a detached one without the daemon"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
         try:
             async with contextlib.aclosing(self._scrubber.whole_pass()) as steps:
                 async for progress in steps:
-                    yield self._told(progress)
+                    yield self._fsck_reply(progress)
         except TierError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
@@ -256,7 +256,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         await _tiers(context, [request.tier])
         return await change_tier(self._tier_admin, request)
 
-    def _told(self, progress: ScrubProgress) -> pb.FsckReply:
+    def _fsck_reply(self, progress: ScrubProgress) -> pb.FsckReply:
         tier = self._driver.tiers.get(STORE_TIER)
         return pb.FsckReply(
             blocks=progress.num_blocks,
@@ -286,17 +286,17 @@ async def _tiers(
 
 async def _check_chain(context: _Context, key_space: bytes, tenant: bytes, hashes: bytes) -> None:
     """Refuse a call with an invalid chain."""
-    said = ""
+    problem = ""
     if len(key_space) != HASH_BYTES:
-        said = f"key_space must have {HASH_BYTES} bytes, not {len(key_space)}"
+        problem = f"key_space must have {HASH_BYTES} bytes, not {len(key_space)}"
     elif len(tenant) != HASH_BYTES or len(hashes) % HASH_BYTES:
-        said = f"tenant must have {HASH_BYTES} bytes, and hashes a multiple of that"
+        problem = f"tenant must have {HASH_BYTES} bytes, and hashes a multiple of that"
     elif len(hashes) > CHAIN_BLOCKS_MAX * HASH_BYTES:
-        said = (
+        problem = (
             f"the chain has {len(hashes) // HASH_BYTES} blocks, the maximum is {CHAIN_BLOCKS_MAX}"
         )
-    if said:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+    if problem:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
 
 
 def _removed(dropped: ac.TierDropped) -> pb.DropReply.Removed:
