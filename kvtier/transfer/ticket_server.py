@@ -149,7 +149,7 @@ class TicketServer:
         self._on_end = on_end
         self._identify = identify
         self._patience_s = patience_s
-        self._inside: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}
         self._places = list(range(num_places))
         self._num_places = num_places
         self._file: SocketFile | None = None
@@ -188,7 +188,7 @@ class TicketServer:
 
     def peer(self, ticket: str) -> Peer | None:
         """Return the peer with a ticket, or None if it is gone."""
-        found = self._inside.get(ticket)
+        found = self._entries.get(ticket)
         return found.peer if found else None
 
     def keep(self, ticket: str, seconds: float | None = None) -> bool:
@@ -196,7 +196,7 @@ class TicketServer:
 
         Returns False if the peer is gone.
         """
-        found = self._inside.get(ticket)
+        found = self._entries.get(ticket)
         if found is None:
             return False
         found.is_used = True
@@ -208,7 +208,7 @@ class TicketServer:
         if self._file is not None:
             self._file.remove()
         await self._close_listener()
-        for ticket in list(self._inside):
+        for ticket in list(self._entries):
             self._end(ticket)
 
     async def _close_listener(self) -> None:
@@ -223,38 +223,38 @@ class TicketServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptor is left; the client waits in the queue
-                self._warnings.warning("no client can be let in", error=error)
+            except OSError as error:  # no descriptor left; the client stays queued
+                self._warnings.warning("cannot accept clients", error=error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             try:
                 self._admit(connection)
             except Exception:  # of one client: the next ones are admitted all the same
-                self._warnings.exception("a client could not be let in")
+                self._warnings.exception("cannot admit a client")
                 connection.close()
 
     def _admit(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         pid, uid = self._identify(connection)
         if uid not in self._uids:
-            self._warnings.warning("a user was turned away", uid=uid, pid=pid)
+            self._warnings.warning("user refused", uid=uid, pid=pid)
             remedy = "add it to daemon.allowed_uids, or run as the daemon's own user"
-            _turn_away(connection, f"user {uid} may not attach or operate; {remedy}")
+            _refuse(connection, f"user {uid} may not attach or operate; {remedy}")
         elif not self._has_place():
             self._warnings.warning("no room for another client", places=self._num_places, pid=pid)
-            _turn_away(connection, "there is no room for another client")
+            _refuse(connection, "there is no room for another client")
         else:
-            self._let_in(connection, pid, uid)
+            self._admit_peer(connection, pid, uid)
 
     def _has_place(self) -> bool:
-        """Return whether there is a place, after sending the oldest unused peer away if not."""
+        """Return whether there is a place, after evicting the oldest unused peer if necessary."""
         if not self._places:
-            unused = (ticket for ticket, each in self._inside.items() if not each.is_used)
+            unused = (ticket for ticket, each in self._entries.items() if not each.is_used)
             if (ticket := next(unused, None)) is not None:
-                self._send_away(ticket, "a new client needed its place")
+                self._evict(ticket, "a new client needed its place")
         return bool(self._places)
 
-    def _let_in(self, connection: socket.socket, pid: int, uid: int) -> None:
+    def _admit_peer(self, connection: socket.socket, pid: int, uid: int) -> None:
         loop = asyncio.get_running_loop()
         try:
             pidfd = pidfd_of(connection, pid)
@@ -263,7 +263,7 @@ class TicketServer:
             return
         peer = Peer(secrets.token_hex(16), self._places.pop(), pid, uid)
         ticket = peer.ticket
-        entry = self._inside[ticket] = _Entry(peer, connection, pidfd)
+        entry = self._entries[ticket] = _Entry(peer, connection, pidfd)
         try:
             welcome = self._welcome(peer)
             message = json.dumps({"ticket": ticket, **welcome.fields}).encode()
@@ -287,13 +287,13 @@ class TicketServer:
             entry.timer = loop.call_later(seconds, self._expire, ticket)
 
     def _expire(self, ticket: str) -> None:
-        if self._inside[ticket].is_used:
+        if self._entries[ticket].is_used:
             self._end(ticket)
         else:
-            self._send_away(ticket, f"it did not register within {self._patience_s:g} s")
+            self._evict(ticket, f"it did not register within {self._patience_s:g} s")
 
-    def _send_away(self, ticket: str, why: str) -> None:
-        peer = self._inside[ticket].peer
+    def _evict(self, ticket: str, why: str) -> None:
+        peer = self._entries[ticket].peer
         self._warnings.warning("idle client disconnected", why=why, pid=peer.pid)
         self._end(ticket)
 
@@ -301,13 +301,13 @@ class TicketServer:
         """Notice that a peer has gone. A peer that sends data violates the protocol."""
         try:
             with contextlib.suppress(ConnectionError):
-                self._inside[ticket].connection.recv(1)
+                self._entries[ticket].connection.recv(1)
         except BlockingIOError:
             return
         self._end(ticket)
 
     def _end(self, ticket: str) -> None:
-        entry = self._inside.pop(ticket)
+        entry = self._entries.pop(ticket)
         loop = asyncio.get_running_loop()
         self._set_timer(entry, None)
         loop.remove_reader(entry.connection)
@@ -319,7 +319,7 @@ class TicketServer:
         self._on_end(entry.peer)
 
 
-def _turn_away(connection: socket.socket, reason: str) -> None:
+def _refuse(connection: socket.socket, reason: str) -> None:
     with contextlib.suppress(OSError):
         connection.send(json.dumps({"refused": reason}).encode())
     connection.close()

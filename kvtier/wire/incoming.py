@@ -50,7 +50,7 @@ _ATTENDED_MAX = 1e18
 
 def traits_from_wire(traits: pb.Traits) -> RequestTraits:
     """Return a request's traits."""
-    said = RequestTraits(
+    read = RequestTraits(
         request_id=traits.request_id,
         num_tokens=traits.num_tokens,
         kind=traits.kind,
@@ -63,9 +63,9 @@ def traits_from_wire(traits: pb.Traits) -> RequestTraits:
         ),
         max_load_tokens=traits.max_load_tokens if traits.HasField("max_load_tokens") else None,
     )
-    if fault := traits_fault(said):
+    if fault := traits_fault(read):
         raise ValueError(fault)
-    return said
+    return read
 
 
 def layout_from_wire(layout: pb.Layout) -> KVLayout:

@@ -582,7 +582,7 @@ def test_a_daemon_that_ran_out_of_descriptors_lets_engines_in_again(node: Runnin
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
         with pytest.raises(DaemonUnavailable):
             attach(node.socket, 0.1)
-        daemon.await_log("no client can be let in")
+        daemon.await_log("cannot accept clients")
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
         with PatternEngine(node.socket) as engine:
             assert engine.store(47) == 4

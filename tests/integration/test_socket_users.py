@@ -122,7 +122,7 @@ def test_named_users_attach_and_operate_and_others_do_not(node: RunningNode) -> 
             assert f"user {STRANGER} may not attach or operate" in told.stderr
             assert "daemon.allowed_uids" in told.stderr
         assert node.stat()["tiers"]["cpu"]["blocks"] == 4, "nothing was dropped"
-        daemon.await_log(f'event="a user was turned away" uid={STRANGER}')
+        daemon.await_log(f'event="user refused" uid={STRANGER}')
         assert daemon.stop() == 0
 
 

@@ -159,7 +159,7 @@ class SmallVllm:
 
         await_true(is_answered, "the lookup has ended")
         before_copy()
-        scheduler.allocated(asked, blocks, found[0])
+        scheduler.start_load(asked, blocks, found[0])
         missing = self._step({}, asked) if found[0] else set()
         self.compute(tokens, blocks, num_local + found[0])
         self._step({asked.request_id: num_local + found[0]}, asked, blocks)
@@ -189,7 +189,7 @@ class SmallVllm:
         cached = SimpleNamespace(
             req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
         )
-        self.scheduler.offer(
+        self.scheduler.start_stores(
             SimpleNamespace(
                 scheduled_new_reqs=fresh,
                 scheduled_cached_reqs=cached,
@@ -221,5 +221,5 @@ class SmallVllm:
             results = worker.reports.take_results(self._last_step)
             self._last_step = 0
             if results is not None:
-                self.scheduler.take(results)
+                self.scheduler.take_results(results)
         return len(self.scheduler._stores)

@@ -203,7 +203,7 @@ class Accounting(RuleBasedStateMachine):
         run.blocks, run.num_local = blocks, num_local
         for place in range(num_local // ENGINE_TOKENS):
             self._write(run, place)
-        self.half.allocated(request, blocks, answer)
+        self.half.start_load(request, blocks, answer)
         request.num_computed_tokens = run.promised_end = num_local + answer
         run.state = "loading" if answer else "running"
         self._step([], {run.request.request_id} if answer else set())
@@ -391,7 +391,7 @@ class Accounting(RuleBasedStateMachine):
                 computed.append(request.num_computed_tokens)
                 resumed |= {request.request_id} if is_resumed else set()
             run.is_new = False
-        self.half.offer(
+        self.half.start_stores(
             SimpleNamespace(
                 scheduled_new_reqs=fresh,
                 scheduled_cached_reqs=SimpleNamespace(
@@ -447,7 +447,7 @@ class Accounting(RuleBasedStateMachine):
 
     def _deliver(self, results: StepResults) -> None:
         results.step = self.steps.pop(0) if self.steps else 0
-        self.half.take(results)
+        self.half.take_results(results)
 
     def _end(self, run: Run) -> None:
         name = run.request.request_id

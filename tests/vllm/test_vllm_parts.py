@@ -308,7 +308,7 @@ def test_a_load_that_was_not_named_is_ordered_all_the_same_and_brings_nothing() 
     made = half(RecordedDaemon())
     made.add(asked("a"))
     with pytest.raises(AssertionError):
-        made.allocated(asked("a"), [3, 4, 5], 8)
+        made.start_load(asked("a"), [3, 4, 5], 8)
     (order,) = made.take_jobs().loads
     assert (order.request_id, order.into, order.good_until_s) == ("a", ((3, 4, 5),), 0.0)
     made.close()
@@ -351,7 +351,7 @@ def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that(
     longest_s = 4 * made._deadlines.store_s
     request = asked("a")
     made.add(request)
-    made.allocated(request, list(range(20)), 0)
+    made.start_load(request, list(range(20)), 0)
     fresh = SimpleNamespace(req_id="a", block_ids=(list(range(10)),), num_computed_tokens=0)
     cached = SimpleNamespace(
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
@@ -361,7 +361,7 @@ def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that(
         scheduled_cached_reqs=cached,
         num_scheduled_tokens={"a": 40},
     )
-    made.offer(output)
+    made.start_stores(output)
     jobs = made.take_jobs()
     (order,) = jobs.stores
     assert made.has_pending_stores
@@ -369,15 +369,15 @@ def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that(
     made._stores._pool.touch(made._stores._pool.blocks[:10])
     assert not made.frees_blocks_soon, "the request has its blocks still"
     now_s[0] += 2 * longest_s  # a long prompt on a slow machine
-    made.take(StepResults(step=jobs.step))
+    made.take_results(StepResults(step=jobs.step))
     made.finish(request)
     assert made.has_pending_stores, "it began when its step had ended"
     now_s[0] += 1.01 * longest_s
-    made.take(StepResults())
+    made.take_results(StepResults())
     assert not made.has_pending_stores, "no store is waited for without end"
     now_s[0] -= 0.02 * longest_s
     assert made.has_pending_stores
-    made.take(StepResults(stored={order.number: 1}))
+    made.take_results(StepResults(stored={order.number: 1}))
     assert not made.has_pending_stores
     made.close()
 
@@ -399,7 +399,7 @@ def test_a_daemon_that_has_nothing_is_not_asked_until_something_is_stored() -> N
     number = made._stores.open([1, 2], 0.0)
     assert match("c") is None, "its own store may be done by now"
     await_true(lambda: made.match(asked("c"), 0) == 0, "there is nothing yet")
-    made.take(StepResults(stored={number: 1}))
+    made.take_results(StepResults(stored={number: 1}))
     assert match("d") is None
     made.close()
 
@@ -424,7 +424,7 @@ def test_what_vllm_has_lost_since_the_search_is_not_skipped(is_stored: bool) -> 
 
     assert answer(20) == (12 if is_stored else 0), "from the third block on"
     assert answer(4) == (28 if is_stored else 0), "from the first block on"
-    made.allocated(request, list(range(10, 20)), 28 if is_stored else 0)
+    made.start_load(request, list(range(10, 20)), 28 if is_stored else 0)
     loads = made.take_jobs().loads
     if is_stored:
         (order,) = loads
@@ -462,7 +462,7 @@ def test_a_chunk_beyond_the_share_of_the_pool_is_offered_in_parts() -> None:
         none = SimpleNamespace(
             req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
         )
-        made.offer(
+        made.start_stores(
             SimpleNamespace(
                 scheduled_new_reqs=[fresh],
                 scheduled_cached_reqs=none,
@@ -474,7 +474,7 @@ def test_a_chunk_beyond_the_share_of_the_pool_is_offered_in_parts() -> None:
     (first,) = step(0, 4 * num_blocks)
     assert 0 < 2 * len(first.blocks) <= share
     assert not step(4 * num_blocks, 0), "there is no room before it is done"
-    made.take(StepResults(stored=Counter({first.number: 1})))
+    made.take_results(StepResults(stored=Counter({first.number: 1})))
     (second,) = step(4 * num_blocks, 0)
     assert second.first == len(first.blocks)
     assert second.first + len(second.blocks) == num_blocks // 2
@@ -486,7 +486,7 @@ def test_what_reached_no_worker_is_said_of_fresh_blocks_alone() -> None:
     made.add(asked("a"))
     made._tracked["a"].num_local = 8
     with pytest.raises(AssertionError):
-        made.allocated(asked("a"), [3, 4, 5], 4)
+        made.start_load(asked("a"), [3, 4, 5], 4)
     (order,) = made.take_jobs().loads
     assert order.into == ((5,),), "those before it vLLM has, and others too"
     made.close()

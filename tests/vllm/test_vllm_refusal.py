@@ -291,7 +291,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(start: KeySpaceResolver, *ranks: RankReport) -> list[Any]:
-    start.tell(ranks)
+    start.set_ranks(ranks)
     try:
         return start.take_spaces()
     finally:
@@ -347,7 +347,7 @@ def test_a_model_that_is_read_for_long_holds_nobody_up(
         return model
 
     start = KeySpaceResolver(find, "")
-    start.tell([facts()])
+    start.set_ranks([facts()])
     assert start.take_spaces() == []
     assert start.weights == b""
     gate.set()

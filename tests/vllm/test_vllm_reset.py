@@ -43,14 +43,14 @@ def ordered_stores(small: SmallVllm) -> StepJobs:
     asked, scheduler = request("ordered", TOKENS), small.scheduler
     scheduler.add(asked)
     await_true(lambda: scheduler.match(asked, 0) == 0, "nothing is there")
-    scheduler.allocated(asked, BLOCKS, 0)
+    scheduler.start_load(asked, BLOCKS, 0)
     small.compute(TOKENS, BLOCKS)
     fresh = SimpleNamespace(req_id="ordered", num_computed_tokens=0, block_ids=(BLOCKS,))
     none = SimpleNamespace(
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
     scheduled = {"ordered": len(TOKENS)}
-    scheduler.offer(
+    scheduler.start_stores(
         SimpleNamespace(
             scheduled_new_reqs=[fresh],
             scheduled_cached_reqs=none,

@@ -250,12 +250,12 @@ def _is_named_by_content(path: Path, digest: str) -> bool:
 
 def _state(content: BinaryIO) -> str:
     """Return what identifies this state of an open file."""
-    told = os.fstat(content.fileno())
+    status = os.fstat(content.fileno())
     content.seek(0)
     edges = content.read(_EDGE_BYTES)
-    content.seek(max(0, told.st_size - _EDGE_BYTES))
+    content.seek(max(0, status.st_size - _EDGE_BYTES))
     edges += content.read(_EDGE_BYTES)
-    numbers = (told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns)
+    numbers = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return ":".join(map(str, numbers)) + ":" + hashlib.sha256(edges).hexdigest()[:32]
 
 
@@ -284,8 +284,12 @@ def _in_parallel(paths: Sequence[Path], work: Callable[[Path], str]) -> list[str
 def _read_record(path: Path) -> dict[str, str]:
     """Return a record's content if only this user can write it and it is valid; else nothing."""
     try:
-        told = path.stat()
-        if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o022:
+        status = path.stat()
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_mode & 0o022
+        ):
             return {}
         with path.open("rb") as file:
             known = json.loads(file.read(_RECORD_BYTES_MAX + 1))

@@ -156,7 +156,7 @@ class KeySpaceResolver:
         """Return the fingerprint of the weights; empty while it is not known."""
         return self._fingerprint.weights
 
-    def tell(self, ranks: Sequence[RankReport]) -> None:
+    def set_ranks(self, ranks: Sequence[RankReport]) -> None:
         """Take the report of each rank, in rank order."""
         self._ranks = ranks
         if not self._is_over:
@@ -194,10 +194,10 @@ def _refusal(ranks: Sequence[RankReport]) -> str:
     blocks = [rank.blocks for rank in ranks if rank.blocks]
     places = [(each.parallel_rank, each.parallel_size) for each in blocks]
     if places != [(rank, places[0][1]) for rank in range(places[0][1])]:
-        told = ", ".join(f"{rank} of {size}" for rank, size in places)
-        return f"expected a report from every rank, in order, but got {told}"
+        found = ", ".join(f"{rank} of {size}" for rank, size in places)
+        return f"expected a report from every rank, in order, but got {found}"
     sizes = {(each.layout.block_tokens, each.num_engine_blocks) for each in blocks}
     if len(sizes) > 1:
-        told = " and ".join(f"{tokens} in {ratio}" for tokens, ratio in sorted(sizes))
-        return f"ranks have blocks of different size: tokens {told} vLLM blocks"
+        found = " and ".join(f"{tokens} in {ratio}" for tokens, ratio in sorted(sizes))
+        return f"ranks have blocks of different size: tokens {found} vLLM blocks"
     return ""

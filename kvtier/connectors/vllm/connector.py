@@ -150,8 +150,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     ) -> None:
         """Take the descriptions of the workers' blocks, and start."""
         if self._resolver is not None:
-            told = [metadata[rank] for rank in sorted(metadata)]
-            self._resolver.tell([getattr(each, "facts", _FOREIGN) for each in told])
+            handshakes = [metadata[rank] for rank in sorted(metadata)]
+            self._resolver.set_ranks([getattr(each, "facts", _FOREIGN) for each in handshakes])
             self._begin()
 
     def _begin(self) -> None:
@@ -214,7 +214,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Order the load of a request."""
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.start_load(request, blocks.get_block_ids()[0], num_external_tokens)
 
     @_open(lambda: StepMetadata(StepJobs(), b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -228,14 +228,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_open(_nothing)
     def _offer(self, scheduler_output: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.offer(scheduler_output)
+            self._scheduler.start_stores(scheduler_output)
 
     @_open(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' results."""
-        told = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and told is not None:
-            self._scheduler.take(told.results)
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and metadata is not None:
+            self._scheduler.take_results(metadata.results)
 
     @_open(lambda: (False, None))
     def request_finished_all_groups(

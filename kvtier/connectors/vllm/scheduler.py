@@ -145,12 +145,12 @@ class SchedulerHalf:
             return 0
         return self._lookups.begin(tracked, num_computed, is_quiet=not len(self._stores))
 
-    def allocated(self, request: Any, blocks: Sequence[int], num_external: int) -> None:
+    def start_load(self, request: Any, blocks: Sequence[int], num_external: int) -> None:
         """Start the load into the blocks that vLLM allocated for a request."""
         tracked = self._tracked.get(request.request_id)
         lookup = self._lookups.take(request.request_id)
         try:
-            self._start_load(tracked, lookup, blocks, num_external)
+            self._open_load(tracked, lookup, blocks, num_external)
         except Exception:
             if lookup is not None:
                 lookup.release()
@@ -189,7 +189,7 @@ class SchedulerHalf:
 
     # Per step
 
-    def offer(self, output: Any) -> None:
+    def start_stores(self, output: Any) -> None:
         """Start the stores of a step that vLLM has scheduled."""
         now_s = time.monotonic()
         self._cache_reset.step(self._lookups.submit, is_quiet=not len(self._stores))
@@ -216,7 +216,7 @@ class SchedulerHalf:
         self._backlog.end_step()
         return jobs
 
-    def take(self, results: StepResults) -> None:
+    def take_results(self, results: StepResults) -> None:
         """Process the results of the workers."""
         now_s = time.monotonic()
         with ExitStack() as parts:  # each runs even if another one fails
@@ -244,7 +244,7 @@ class SchedulerHalf:
         if self._router_feed is not None:
             self._router_feed.follow(tracked)
 
-    def _start_load(
+    def _open_load(
         self,
         tracked: TrackedRequest | None,
         lookup: PrefixLookup | None,

@@ -76,8 +76,8 @@ HIT_TOKENS = Row(
     "vllm:kvtier_hit_tokens",
     StatKind.COUNTER,
     "Tokens from {}",
-    "Tokens of prompts whose load was ordered, by the tier they were in; those of missing blocks "
-    "are among them.",
+    "Prompt tokens whose load was started, by the tier they were in. Includes those of missing "
+    "blocks.",
     "tier",
     tuple(tier.value for tier in LOWER_TIERS),
 )
@@ -85,8 +85,8 @@ LOOKUPS = Row(
     "vllm:kvtier_lookups",
     StatKind.COUNTER,
     "Lookups {}",
-    "Questions to the daemon: hit, something is loaded; miss, nothing is, or it would not pay; "
-    "failed, there was no answer in time; empty, the daemon has nothing at all and was not asked.",
+    "Lookups by outcome: hit, blocks are loaded; miss, none are found or loading does not pay; "
+    "failed, no answer in time; empty, the daemon is known to be empty and was not asked.",
     "outcome",
     ("hit", "miss", "failed", "empty"),
 )
@@ -94,8 +94,8 @@ LOOKUP_SECONDS = Row(
     "vllm:kvtier_lookup_seconds",
     StatKind.HISTOGRAM,
     "lookup",
-    "From the question to the answer, with bringing blocks up to the CPU tier. Other requests are "
-    "computed meanwhile.",
+    "Duration of a lookup, including promotion to the CPU tier. vLLM computes other requests "
+    "meanwhile.",
     buckets=_SECONDS,
 )
 LOAD_BYTES = Row(
@@ -108,28 +108,28 @@ LOAD_SECONDS = Row(
     "vllm:kvtier_load_seconds",
     StatKind.HISTOGRAM,
     "load",
-    "What the copy took, for one request.",
+    "Duration of the copy for one request.",
     buckets=_SECONDS,
 )
 STAGED_BYTES = Row(
     "vllm:kvtier_staged_bytes",
     StatKind.COUNTER,
     "Bytes staged",
-    "Bytes that were copied once more on their way, since the device does not know their part of "
-    "the CPU tier.",
+    "Bytes copied through a staging buffer, because their part of the CPU tier is not "
+    "registered with the device.",
 )
 MISSING_BLOCKS = Row(
     "vllm:kvtier_missing_blocks",
     StatKind.COUNTER,
     "Blocks missing",
-    "Blocks that were promised and did not come, so that vLLM computed them.",
+    "Blocks that were reported as hits but not loaded; vLLM computed them.",
 )
 STORE_BLOCKS = Row(
     "vllm:kvtier_store_blocks",
     StatKind.COUNTER,
     "Blocks {}",
-    "Blocks offered: kept, the daemon has them; refused, it would not pay or there was no room; "
-    "failed, there was no answer in time.",
+    "Blocks offered, by outcome: kept, the daemon has them; refused, storing does not pay or "
+    "there is no room; failed, no answer in time.",
     "outcome",
     ("kept", "refused", "failed"),
 )
@@ -137,7 +137,7 @@ STORE_SECONDS = Row(
     "vllm:kvtier_store_seconds",
     StatKind.HISTOGRAM,
     "store",
-    "What one offer took, with the copy. vLLM does not wait for it.",
+    "Duration of a store, including the copy. vLLM does not wait for it.",
     buckets=_SECONDS,
 )
 
@@ -202,15 +202,15 @@ def add_up(counts: Counts, others: Mapping[str, Mapping[str, Sequence[float]]]) 
 
 def summary(counts: Counts) -> dict[str, int | float]:
     """Return the figures of a log line: sums, and means and maxima in ms."""
-    said: dict[str, int | float] = {}
+    figures: dict[str, int | float] = {}
     for row in ROWS.values():
         for label, values in sorted(counts.get(row.name, {}).items()):
             if row.kind is StatKind.HISTOGRAM:
-                said[f"Avg {row.title} (ms)"] = round(fmean(values) * 1e3, 1)
-                said[f"Max {row.title} (ms)"] = round(max(values) * 1e3, 1)
+                figures[f"Avg {row.title} (ms)"] = round(fmean(values) * 1e3, 1)
+                figures[f"Max {row.title} (ms)"] = round(max(values) * 1e3, 1)
             else:
-                said[row.title.format(label)] = round(values[-1])
-    return said
+                figures[row.title.format(label)] = round(values[-1])
+    return figures
 
 
 def split_by_tier(

@@ -1,4 +1,4 @@
-"""A request's chunks, as vLLM names them and as a chain of our blocks.
+"""A request's chunks, as vLLM names them and as a chain of kvtier's blocks.
 
 vLLM's name for a chunk is a hash of all tokens up to its end. kvtier's hash is derived from that
 and from the previous hash, down to the key space's root. So a hash determines its block's position

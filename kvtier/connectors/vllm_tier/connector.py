@@ -63,15 +63,15 @@ class KvtierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # v
         """Pass the format of the workers' pages to the tier."""
         if self._pages.done():
             return
-        told = [metadata[rank] for rank in sorted(metadata)]
-        if not all(isinstance(each, _Handshake) for each in told):
+        handshakes = [metadata[rank] for rank in sorted(metadata)]
+        if not all(isinstance(each, _Handshake) for each in handshakes):
             reason = "MultiConnector has passed on another connector's handshake"
         else:
-            reason = "; ".join(dict.fromkeys(each.refusal for each in told if each.refusal))
+            reason = "; ".join(dict.fromkeys(each.refusal for each in handshakes if each.refusal))
         if reason:
             self._pages.set_exception(ValueError(reason))
         else:
-            self._pages.set_result(side_by_side([each.arranged for each in told]))
+            self._pages.set_result(side_by_side([each.arranged for each in handshakes]))
 
 
 def _arranged(vllm_config: Any, kv_cache_config: Any) -> str:

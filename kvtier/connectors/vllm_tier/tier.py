@@ -95,11 +95,11 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         self._digests = FileDigests(record_path())
         self._block_tokens = 0
         try:
-            said = _read_settings(settings)
+            checked = _read_settings(settings)
             facts = _served(model)
             layout = chunk_layout(offloading_spec.config, _row_bytes(primary_kv_view))
             self._block_tokens = layout.block_tokens
-            begin = partial(self._begin, said, facts, layout, primary_kv_view)
+            begin = partial(self._begin, checked, facts, layout, primary_kv_view)
             threading.Thread(target=begin, name="kvtier-open", daemon=True).start()
         except Exception as error:  # whatever the configuration contains, vLLM must start
             self._refuse(str(error) or type(error).__name__)
@@ -208,7 +208,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
 
     @_open(lambda: None)
     def _begin(
-        self, said: Settings, model: ModelFacts, layout: KVLayout, chunks: memoryview
+        self, settings: Settings, model: ModelFacts, layout: KVLayout, chunks: memoryview
     ) -> None:
         """Fingerprint the weights, which may take minutes, then look for the daemon."""
         fingerprint = WeightsFingerprint(model.find_files, began_ns(), self._digests)
@@ -229,7 +229,9 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
             if self._is_closed:
                 return
             name = f"vllm {model.name} tier"
-            client = Client(said.socket, space, name, deadlines=said.deadlines, drop=why_kept)
+            client = Client(
+                settings.socket, space, name, deadlines=settings.deadlines, drop=why_kept
+            )
             client.start()
             requests, transfers = Requests(client, space.digest), ChunkTransfers(client, chunks)
             self._parts = _Parts(client, requests, transfers)
@@ -254,10 +256,10 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
             _log.error("vLLM's chunks are not cached", reason=reason)
 
 
-def _read_settings(said: Mapping[str, object]) -> Settings:
-    if "only" in said:
+def _read_settings(settings: Mapping[str, object]) -> Settings:
+    if "only" in settings:
         raise ConfigError("only", "a tier always stores and loads", "leave it out")
-    return read_settings(said)
+    return read_settings(settings)
 
 
 def _served(model: ModelFacts | str | None) -> ModelFacts:
