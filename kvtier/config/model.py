@@ -28,7 +28,7 @@ from kvtier.config.section import (
 )
 from kvtier.config.tiers import CpuConfig, SealConfig, TierSection, secret_in
 from kvtier.core.eviction import EVICTION_POLICIES, policy_help
-from kvtier.core.planner import PlannerSettings
+from kvtier.core.plan import PlannerSettings
 from kvtier.core.tier_registry import SLOW_TIERS, TIERS, TierName
 from kvtier.errors import ConfigError
 

@@ -14,11 +14,23 @@ __all__ = [
     "PlanOutcome",
     "PlanReason",
     "PlanRequest",
+    "PlannerSettings",
     "RestorePlan",
     "Source",
     "StepSample",
     "TransferSample",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """What the operator configures."""
+
+    mode: str = "auto"
+    """``auto``, ``always`` or ``never``."""
+    is_split_allowed: bool = True
+    is_guarded: bool = True
+    wait_max_ns: int = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ Rules
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -37,6 +37,7 @@ from kvtier.core.plan import (
     Estimate,
     ModelFlops,
     PlanEvaluation,
+    PlannerSettings,
     PlanOutcome,
     PlanReason,
     PlanRequest,
@@ -47,7 +48,7 @@ from kvtier.core.plan import (
 )
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["PlanEvaluation", "PlanRequest", "Planner", "PlannerSettings", "Source"]
+__all__ = ["PlanEvaluation", "PlanRequest", "Planner", "Source"]
 
 _MARGIN = 0.03
 """Gain needed to change between restoring and computing: predictions scatter by as much."""
@@ -71,17 +72,6 @@ _TRIAL_LOSS = 0.04
 """The most a trial may cost, as a share of the time to first token."""
 
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerSettings:
-    """What the operator configures."""
-
-    mode: str = "auto"
-    """``auto``, ``always`` or ``never``."""
-    is_split_allowed: bool = True
-    is_guarded: bool = True
-    wait_max_ns: int = 5_000_000_000
 
 
 class Planner:

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from kvtier.config import Config
 from kvtier.core.admission import AdmitByWorth, QuantileGate
-from kvtier.core.eviction import EVICTION_POLICIES, Eviction
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.eviction import EVICTION_POLICIES
+from kvtier.core.eviction.base import Eviction
+from kvtier.core.plan import PlannerSettings
+from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History, Use

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvtier.core.admission import Admission
-from kvtier.core.eviction import Eviction
+from kvtier.core.eviction.base import Eviction
 from kvtier.core.fate import Fate
 from kvtier.core.identity import EVERYTHING, HASH_BYTES
 from kvtier.core.index import Scope

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 
-from kvtier.core.eviction import Eviction
+from kvtier.core.eviction.base import Eviction
 from kvtier.core.index import BlockIndex
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from kvtier.core.admission import Admission, AdmitEverything
-from kvtier.core.eviction import Eviction, LeafLru
+from kvtier.core.eviction.base import Eviction
+from kvtier.core.eviction.leaf_lru import LeafLru
 from kvtier.core.identity import BlockHeader
 from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName

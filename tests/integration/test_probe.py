@@ -16,9 +16,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.core.admission import AdmitEverything
-from kvtier.core.eviction import LeafLru
-from kvtier.core.plan import TransferSample
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.eviction.leaf_lru import LeafLru
+from kvtier.core.plan import PlannerSettings, TransferSample
+from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 from kvtier.core.slow_tier import SlowTier
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES

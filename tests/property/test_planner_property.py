@@ -16,6 +16,7 @@ from kvtier.core.plan import (
     EngineLoad,
     ModelFlops,
     PlanEvaluation,
+    PlannerSettings,
     PlanOutcome,
     PlanRequest,
     RestorePlan,
@@ -23,7 +24,7 @@ from kvtier.core.plan import (
     StepSample,
     TransferSample,
 )
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.planner import Planner
 from kvtier.core.residency import LOWER_TIERS, TierName
 
 KEY_SPACE = b"k" * 16

@@ -15,8 +15,8 @@ from kvtier.core.admission import (
     Reject,
     Throttle,
 )
-from kvtier.core.plan import TransferSample
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.plan import PlannerSettings, TransferSample
+from kvtier.core.planner import Planner
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import History, Use

@@ -5,7 +5,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.core.admission import AdmitEverything
-from kvtier.core.eviction import LeafLru
+from kvtier.core.eviction.leaf_lru import LeafLru
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.index import NewBlocks, Scope
 from kvtier.core.residency import Residency, TierName

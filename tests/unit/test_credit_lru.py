@@ -1,6 +1,6 @@
 from test_run_density import Tier
 
-from kvtier.core.eviction import CreditLru
+from kvtier.core.eviction.run_density import CreditLru
 
 
 def test_the_least_recently_used_goes_first():

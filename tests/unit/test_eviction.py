@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from rows import add, chain
 
-from kvtier.core.eviction import LeafLru
+from kvtier.core.eviction.leaf_lru import LeafLru
 from kvtier.core.index import BlockIndex
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes

@@ -5,7 +5,8 @@ from collections.abc import Generator
 import pytest
 
 from kvtier.config import Config
-from kvtier.core.eviction import EVICTION_POLICIES, EvictionPolicy, LeafLru, own_order_of
+from kvtier.core.eviction import EVICTION_POLICIES, EvictionPolicy, own_order_of
+from kvtier.core.eviction.leaf_lru import LeafLru
 from kvtier.core.index import BlockIndex
 from kvtier.core.slots import SlabAllocator
 from kvtier.daemon.policies import policies
@@ -20,7 +21,7 @@ class NewestFirst(LeafLru):
         yield from reversed(list(super().victims(index, slots, size, before)))
 
 
-EXAMPLE = EvictionPolicy(lambda _history: NewestFirst(), "most recently used")
+EXAMPLE = EvictionPolicy(NewestFirst, "most recently used")
 """What goes into the second one."""
 
 

@@ -6,7 +6,8 @@ from hashlib import blake2b
 import pytest
 
 from kvtier.core.admission import AdmitByWorth, QuantileGate
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.plan import PlannerSettings
+from kvtier.core.planner import Planner
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from kvtier.core.admission import AdmitEverything
-from kvtier.core.eviction import LeafLru
+from kvtier.core.eviction.leaf_lru import LeafLru
 from kvtier.core.residency import TierName
 from kvtier.core.slow_tier import SlowTier
 from kvtier.daemon.status.health import NodeHealth

@@ -3,7 +3,8 @@
 import pytest
 from dialogue import MS, SSD, empty_cpu, engine_on
 
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.plan import PlannerSettings
+from kvtier.core.planner import Planner
 from kvtier.core.reuse.history import History
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev

@@ -9,7 +9,8 @@ from dialogue import SSD, engine_on, metric
 from kvtier.core.admission import AdmitByWorth, AdmitEverything, QuantileGate, RefusalRule, Reject
 from kvtier.core.fate import Fate
 from kvtier.core.identity import EVERYTHING
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.plan import PlannerSettings
+from kvtier.core.planner import Planner
 from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
 from kvtier.core.slow_tier import WriteMode

@@ -7,8 +7,15 @@ from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric
 
 from kvtier.core.fate import Fate
 from kvtier.core.limits import USE_KEPT_NS
-from kvtier.core.plan import EngineLoad, PlanOutcome, PlanReason, StepSample, TransferSample
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.plan import (
+    EngineLoad,
+    PlannerSettings,
+    PlanOutcome,
+    PlanReason,
+    StepSample,
+    TransferSample,
+)
+from kvtier.core.planner import Planner
 from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
 from kvtier.node.flow.use_counter import use_of

@@ -12,6 +12,7 @@ from kvtier.core.limits import SESSIONS_MAX
 from kvtier.core.plan import (
     EngineLoad,
     ModelFlops,
+    PlannerSettings,
     PlanOutcome,
     PlanReason,
     PlanRequest,
@@ -20,7 +21,7 @@ from kvtier.core.plan import (
     StepSample,
     TransferSample,
 )
-from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 
 SECOND = 1_000_000_000

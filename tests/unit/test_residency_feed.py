@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from rows import SCOPE
 
 from kvtier.core.admission import AdmitEverything
-from kvtier.core.eviction import LeafLru
+from kvtier.core.eviction.leaf_lru import LeafLru
 from kvtier.core.identity import NO_TENANT, Selection, split_hashes
 from kvtier.core.index import BlockIndex, NewBlocks, Scope
 from kvtier.core.layout import KVLayout

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from rows import add, chain
 
-from kvtier.core.eviction import CreditLru, RunDensity, S3Fifo
+from kvtier.core.eviction.run_density import CreditLru, RunDensity
+from kvtier.core.eviction.s3_fifo import S3Fifo
 from kvtier.core.fate import Fate
 from kvtier.core.identity import split_hashes
 from kvtier.core.index import IS_KEPT, BlockIndex

@@ -1,6 +1,6 @@
 from test_run_density import Tier
 
-from kvtier.core.eviction import S3Fifo
+from kvtier.core.eviction.s3_fifo import S3Fifo
 
 
 def test_what_was_not_used_since_it_came_goes_first_in_first_out():

@@ -60,7 +60,8 @@ class _Queue:
 class LeafLru:
     """LRU that evicts leaves before parents."""
 
-    def __init__(self) -> None:
+    def __init__(self, _history: object = None) -> None:
+        """Create the policy. Every policy is given the history; this one does not need it."""
         self._clock = 1
         self._queues: dict[int, _Queue] = {}
         """Queues by slot size."""

@@ -6,14 +6,14 @@ contract) and add a row here. The values and the help text of ``policy.eviction`
 ``tests/unit/test_eviction_registry.py`` adds an example.
 """
 
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvtier.core.eviction.base import Eviction
-from kvtier.core.eviction.leaf_lru import LeafLru
-from kvtier.core.eviction.run_density import CreditLru, RunDensity
-from kvtier.core.eviction.s3_fifo import S3Fifo
-from kvtier.core.reuse.history import History
+if TYPE_CHECKING:  # commands read this table with the configuration, and need no numpy for it
+    from kvtier.core.eviction.base import Eviction
+    from kvtier.core.reuse.history import History
 
 __all__ = ["EVICTION_POLICIES", "EvictionPolicy", "own_order_of", "policy_help"]
 
@@ -22,7 +22,7 @@ __all__ = ["EVICTION_POLICIES", "EvictionPolicy", "own_order_of", "policy_help"]
 class EvictionPolicy:
     """How a policy is created, and its properties."""
 
-    create: Callable[[History], Eviction]
+    create: "Callable[[History], Eviction]"
     summary: str
     """What it evicts first, for the help text: a phrase."""
     is_ranked: bool = False
@@ -31,24 +31,37 @@ class EvictionPolicy:
     """Whether the scores count the seconds that a hit saves."""
 
 
+def _imported(name: str) -> "Callable[[History], Eviction]":
+    """Return a constructor that imports ``module:Class`` of this package when it is called."""
+
+    def create(history: "History") -> "Eviction":
+        eviction: Eviction = pkgutil.resolve_name(f"kvtier.core.eviction.{name}")(history)
+        return eviction
+
+    return create
+
+
 EVICTION_POLICIES: Mapping[str, EvictionPolicy] = {
     "rd-sec": EvictionPolicy(
-        RunDensity,
+        _imported("run_density:RunDensity"),
         "least predicted reuse for the time they would be held, learned online, and weighed by the "
         "seconds that a hit saves",
         is_ranked=True,
         is_weighed=True,
     ),
     "rd": EvictionPolicy(
-        RunDensity,
+        _imported("run_density:RunDensity"),
         "as rd-sec, all hits counting the same",
         is_ranked=True,
     ),
     "credit-lru": EvictionPolicy(
-        CreditLru, "least recently used, blocks that were used before counting as used later"
+        _imported("run_density:CreditLru"),
+        "least recently used, blocks that were used before counting as used later",
     ),
-    "lru": EvictionPolicy(lambda _history: LeafLru(), "least recently used"),
-    "s3-fifo": EvictionPolicy(S3Fifo, "oldest first, blocks that were used once before all others"),
+    "lru": EvictionPolicy(_imported("leaf_lru:LeafLru"), "least recently used"),
+    "s3-fifo": EvictionPolicy(
+        _imported("s3_fifo:S3Fifo"), "oldest first, blocks that were used once before all others"
+    ),
 }
 """Policies by the names they are configured by; the first one is the default."""
 

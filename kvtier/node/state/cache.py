@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.core.eviction import Eviction
+from kvtier.core.eviction.base import Eviction
 from kvtier.core.fate import Fate
 from kvtier.core.identity import Selection
 from kvtier.core.index import (
