@@ -1,7 +1,7 @@
 """All exceptions of kvtier, as one tree.
 
-Outcomes are values (a miss, a reject and a throttle never raise). Exceptions are faults, and the
-type says whose:
+Outcomes are values: a miss, reject or throttle never raises. Exceptions are faults, and the type
+says whose:
 
     KvtierError
     ├── StartError              the operator's: bad input or a missing resource; exit code 2
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class KvtierError(Exception):
-    """Anything kvtier raises on purpose."""
+    """Base class of all exceptions that kvtier raises on purpose."""
 
 
 class StartError(KvtierError):

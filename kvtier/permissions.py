@@ -30,7 +30,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def ensure_private(directory: Path, field: str) -> bool:
-    """Ensure that only this user and root can change what is in a directory, or raise StartError.
+    """Ensure that only this user and root can change a directory's contents, or raise StartError.
 
     If others may write to it and it belongs to this user, its mode becomes 0700. Returns whether
     the mode was changed. Raises OSError if the directory cannot be examined.
@@ -79,7 +79,7 @@ def is_foreign(found: os.stat_result) -> bool:
 
 
 def is_writable_by_others(found: os.stat_result) -> bool:
-    """Return whether other users may replace what is in a directory.
+    """Return whether other users may replace the contents of a directory.
 
     This process's own group does not count as other users: many systems give each user a group.
     """
@@ -95,7 +95,7 @@ def check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
         is_new = not directory.exists()
         directory.mkdir(mode=mode, parents=True, exist_ok=True)
         if is_new:
-            directory.chmod(mode)  # whatever the umask took away
+            directory.chmod(mode)  # regardless of the umask
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -110,7 +110,7 @@ class Secret(Generic[T]):
         return self._load(self._stamps())
 
     def look(self) -> bool:
-        """Reload if the files changed, and not since the previous call."""
+        """Reload if the files changed, but not since the previous call."""
         before, self._seen = self._seen, self._stamps()
         is_settled = before == self._seen
         if not is_settled or (self._seen == self._loaded and not self.fault):

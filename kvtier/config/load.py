@@ -168,7 +168,7 @@ def _is_known(word: str, words: Collection[str], field: str, source: str, errors
 
 
 def _check_misspelling(variable: str, section: str, key: str, errors: _Errors) -> None:
-    """Add an error if a variable would be ours with a similar section name; ignore all others."""
+    """Add an error if a variable has a misspelled section name; ignore all others."""
     for near in difflib.get_close_matches(section, section_models(), n=1):
         if key in _fields(near):
             meant = f"{_PREFIX}{near}_{key}".upper()
@@ -210,7 +210,7 @@ def _items(text: str) -> list[str]:
 
 
 def _number(text: str) -> float | str:
-    """Return text as a number if it is one; the model refuses anything else."""
+    """Return a number if the text is one; the model refuses any other text."""
     if re.fullmatch(r"-?\d{1,18}", text):
         return int(text)
     return float(text) if re.fullmatch(r"-?\d{0,18}\.\d{1,18}", text) else text
@@ -245,7 +245,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 def _line_numbers(text: str) -> dict[tuple[str, str], int]:
     """Return the line number of each key, or nothing if the numbers could be wrong."""
-    if '"""' in text or "'''" in text:  # a multi-line string may contain what looks like a key
+    if '"""' in text or "'''" in text:  # a multi-line string may contain text that looks like a key
         return {}
     found: dict[tuple[str, str], int] = {}
     section = ""

@@ -282,7 +282,7 @@ class Config(Section):
     daemon: DaemonConfig = Field(default_factory=DaemonConfig)
     cpu: CpuConfig = Field(default_factory=CpuConfig)
     tiers: Mapping[TierName, TierSection] = Field(default_factory=dict, validate_default=True)
-    """The section of each slow tier; in a file they stand beside the others."""
+    """The section of each slow tier; a file has them at the top level."""
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     cost: CostConfig = Field(default_factory=CostConfig)
     seal: SealConfig = Field(default_factory=SealConfig)
@@ -294,7 +294,7 @@ class Config(Section):
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Check that there are keys if blocks are to be sealed."""
+        """Check that a key file is set if blocks are sealed."""
         for tier, section in self.tiers.items():
             mode = section.seal_mode
             if mode != "off" and self.seal.key_file is None:
@@ -332,7 +332,7 @@ class Config(Section):
         return section
 
     def with_tier(self, name: TierName, section: TierSection, sources: Mapping[str, str]) -> Self:
-        """Return a copy with another section of a tier; ``sources`` of the keys that changed."""
+        """Return a copy with a new section of a tier; ``sources`` has the changed keys."""
         config = self.model_copy(update={"tiers": {**self.tiers, name: section}})
         config._sources = {**self._sources, **sources}
         return config
@@ -388,7 +388,7 @@ def find_socket(socket: Path, system: Path = SYSTEM_SOCKET) -> Path:
 def with_secrets(config: Config) -> Config:
     """Return ``config`` with the settings of tiers that are in files of their own.
 
-    Reads the files each time. Raises ConfigError, which never contains what is in them.
+    Reads the files each time. Raises ConfigError, which never contains their content.
     """
     for name, section in config.tiers.items():
         if (path := section.secret_file) is not None:

@@ -1,7 +1,8 @@
-"""Documents about the configuration, rendered from its models: reference page, example, schema.
+"""Renders documents from the configuration's models: reference page, example file and JSON Schema.
 
 The JSON Schema covers keys, kinds, units and the limits of numbers. It cannot express the limits of
-sizes and durations that are written with a unit, or rules between keys: ``config check`` does.
+sizes and durations that are written with a unit, or rules between keys: ``config check`` covers
+them.
 """
 
 import json

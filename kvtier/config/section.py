@@ -3,9 +3,9 @@
 Rules
 -----
 * A field's name ends in its unit (``capacity_bytes``, ``lease_ns``). Its key in the file does not
-  (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps the name to the
-  key.
-* Every field is a ``setting``: it has a default, says what it does, and why that is the default.
+  (``capacity = "2GiB"``), because there the unit is part of the value. ``key_of`` maps the name to
+  the key.
+* Every field is a ``setting`` with a default, a description, and the reason for the default.
 * A reload applies the settings marked ``live``. All others need a restart.
 * Rules between keys are in ``conflicts``, one error for each.
 """
@@ -171,7 +171,7 @@ def kind_of(name: str, field: FieldInfo) -> ValueKind:
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that a field accepts; empty if it is not limited to some."""
+    """Return the words that a field accepts; empty if it accepts any."""
     literals = [each for each in _members(field.annotation) if get_origin(each) is Literal]
     return tuple(str(word) for each in literals for word in get_args(each))
 

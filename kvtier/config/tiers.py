@@ -1,4 +1,4 @@
-"""Sections of tiers: the base class for slow tiers, the CPU tier, and the keys of encryption."""
+"""Sections of tiers: the base class for slow tiers, the CPU tier, and encryption keys."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -21,12 +21,12 @@ __all__ = [
 
 
 class TierSection(Section):
-    """The settings of one tier. Override ``is_enabled`` and ``place``, and what differs."""
+    """The settings of one tier. Override ``is_enabled``, ``place`` and all that differs."""
 
     place_key: ClassVar[str] = "directory"
-    """Key that says where the blocks are."""
+    """Key of the location of the blocks."""
     switch_key: ClassVar[str] = "enabled"
-    """Key that says whether there is such a tier."""
+    """Key that enables the tier."""
     file_backed_key: ClassVar[str] = ""
     """Key whose value may come from a file instead, which the key with ``_file`` names."""
     fixed_keys: ClassVar[frozenset[str]] = frozenset()
@@ -34,12 +34,12 @@ class TierSection(Section):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether this node is to have the tier."""
+        """Whether this node uses the tier."""
         raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """Where the blocks are. No two open tiers may have the same place."""
+        """Location of the blocks. No two open tiers may have the same one."""
         raise NotImplementedError
 
     @property
@@ -54,7 +54,7 @@ class TierSection(Section):
 
     @property
     def gate_share(self) -> float:
-        """Share of what leaves the CPU tier that is written, with the mode ``DEMOTE``."""
+        """Share of the blocks leaving the CPU tier that is written, in mode ``DEMOTE``."""
         return 1.0
 
     @property
@@ -83,9 +83,9 @@ class TierSection(Section):
         return getattr(self, f"{self.file_backed_key}_file") if self.file_backed_key else None
 
     def with_secret(self, value: str) -> Self:
-        """Return the same with another value of ``file_backed_key``.
+        """Return a copy with another value of ``file_backed_key``.
 
-        Raises ValueError if it makes no sense; its text follows the name of a file.
+        Raises ValueError if the value is invalid; its text follows the name of a file.
         """
         return self.model_copy(update={self.file_backed_key: value})
 

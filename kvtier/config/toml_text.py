@@ -59,7 +59,7 @@ def example_of(name: str, field: FieldInfo) -> str:
 
 _PLACE = r"(?:[\w.-]+|\[[0-9a-fA-F:]+\])(?::\d+)?"
 _PLACES = re.compile(rf"{_PLACE}(?:,{_PLACE})*(?:/[\w.-]*)*|(?:/[\w.-]+)+(?:\?db=\d+)?")
-"""Matches hosts with ports and a database or service, or the path of a socket."""
+"""Matches hosts with ports and a database or service name, or the path of a socket."""
 
 
 def document(config: Config) -> dict[str, dict[str, Any]]:

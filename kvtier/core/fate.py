@@ -1,4 +1,4 @@
-"""Why a block that was asked for could not be served."""
+"""Why a requested block could not be served."""
 
 from enum import StrEnum
 
@@ -9,9 +9,9 @@ class Fate(StrEnum):
     """The reason for a miss: each is a label value of ``kvtier_missed_blocks_total``."""
 
     NEVER_STORED = "never_stored"
-    """No request named it before, as far as the history remembers."""
+    """It was not requested before, as far as the history remembers."""
     NOT_OFFERED = "not_offered"
-    """A request named it before, but no engine has offered it since."""
+    """It was requested before, but no engine has offered it since."""
     REFUSED_WORTH = "refused_worth"
     """It was offered, but is worth less than the blocks it would have evicted."""
     REFUSED_DEPTH = "refused_depth"

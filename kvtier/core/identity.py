@@ -1,11 +1,11 @@
-"""Block identity: what makes two blocks the same block.
+"""Block identity: block hashes, key spaces, and the headers of stored blocks.
 
 Theory
 ------
 A block hash identifies content: SHA-256 over (parent hash, token ids, extra keys), truncated to 16
 bytes and chained from a root. The root is derived from the *key space*, everything that makes bytes
 comparable, and from the tenant's salt. So blocks of another model, dtype, layout or tenant have
-different hashes, and no comparison can be forgotten.
+different hashes, and no separate check is needed.
 
 Every stored block has a header that repeats its identity, and a checksum over header and payload.
 Readers verify both, so a block that is torn, corrupt, stale or foreign is a miss.
@@ -219,7 +219,7 @@ class BlockHeader:
         )
 
     def matches(self, payload: memoryview) -> bool:
-        """Tell whether ``payload`` equals, byte for byte, what was stored under this header."""
+        """Return whether ``payload`` is, byte for byte, the payload stored under this header."""
         return len(payload) == self.payload_bytes and self.checksum == payload_checksum(
             self, payload
         )
@@ -256,15 +256,15 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Tell whether this selects every block."""
+        """Return whether this selects every block."""
         return not (self.key_space or self.tenant)
 
     def has(self, key_space: bytes, tenant: bytes) -> bool:
-        """Tell whether this selects the blocks of a key space and tenant."""
+        """Return whether this selects the blocks of a key space and tenant."""
         return self.key_space in {b"", key_space} and self.tenant in {b"", tenant}
 
     def mask(self, spaces: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a ``space`` field this selects."""
+        """Return which rows of a ``space`` field this selects."""
         meant = np.ones(len(spaces), dtype=bool)
         for digest, columns in ((self.key_space, slice(0, 2)), (self.tenant, slice(2, 4))):
             if digest:
@@ -284,7 +284,7 @@ def unpack_headers(batches: Iterable[Headers]) -> list[BlockHeader]:
 def payload_checksum(header: BlockHeader, *payload: memoryview | bytes) -> bytes:
     """Return the xxh3-128 of a header's identity and its payload, given whole or in pieces.
 
-    Including the identity makes the right bytes under the wrong hash fail, too.
+    It includes the identity, so the right bytes under the wrong hash fail as well.
     """
     digest = xxhash.xxh3_128(header.identity())
     for piece in payload:

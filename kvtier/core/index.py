@@ -1,4 +1,4 @@
-"""The index of blocks: one row per block, one numpy field per fact.
+"""The index of blocks: one row per block, one numpy field per attribute.
 
 Theory
 ------
@@ -44,7 +44,7 @@ WAS_USED = 1
 """Bit of ``flags``: the block was loaded since it entered the CPU tier."""
 
 WAS_DEMOTED = 2
-"""Bit of ``flags``: it was offered to slower tiers ahead of eviction, since it was last used."""
+"""Bit of ``flags``: it was offered to slower tiers ahead of eviction since its last use."""
 
 WAS_REFUSED = 4
 """Bit of ``flags``: that offer was refused."""
@@ -56,7 +56,7 @@ IS_KEPT = 16
 """Bit of ``flags``: it is only evicted if no other block can be."""
 
 NEEDED_BY: Mapping[TierName, int] = {tier: 32 << n for n, tier in enumerate(SLOW_TIERS)}
-"""Bits of ``flags``: the tier holds a child of the block, which is only found through it."""
+"""Bits of ``flags``: the tier holds a child of the block, found only through this block."""
 assert max(NEEDED_BY.values()) < 256, "widen ``flags``, one byte per block, for a fourth slow tier"
 
 MoveListener = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
@@ -223,7 +223,7 @@ class BlockIndex:
         return rows
 
     def is_alike(self, rows: Rows, headers: Headers) -> npt.NDArray[np.bool_]:
-        """Tell which rows match the headers given: a client may have lied about a block."""
+        """Return which rows match the given headers: a client may have lied about a block."""
         spaces, numbers = np.unique(headers["space"], axis=0, return_inverse=True)
         scopes = [Scope(space[:2].tobytes(), space[2:].tobytes()) for space in spaces]
         known = np.array([self.known_scope(scope) for scope in scopes], np.int64)
@@ -247,7 +247,7 @@ class BlockIndex:
         return column
 
     def lacks(self, rows: Rows, tier: TierName) -> npt.NDArray[np.bool_]:
-        """Tell which rows have to be written to a tier: absent there, or unverified."""
+        """Return which rows have to be written to a tier: absent there, or unverified."""
         state = self.residency(rows, tier)
         is_lacking: npt.NDArray[np.bool_] = state == Residency.ABSENT
         is_lacking |= state == Residency.UNVERIFIED
@@ -264,14 +264,14 @@ class BlockIndex:
         return int(self.state[row, _COLUMN[tier]])
 
     def evictable(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Tell which rows may leave the CPU tier: ready there, neither pinned nor kept."""
+        """Return which rows may leave the CPU tier: ready there, neither pinned nor kept."""
         is_ready = self.residency(rows, TierName.CPU) == Residency.READY
         is_free: npt.NDArray[np.bool_] = is_ready & (self.pins[rows] == 0)
         is_free &= self.flags[rows] & IS_KEPT == 0
         return is_free
 
     def is_evictable(self, row: int) -> bool:
-        """Tell whether one row may leave the CPU tier."""
+        """Return whether one row may leave the CPU tier."""
         return bool(
             self.pins[row] == 0
             and not self.flags[row] & IS_KEPT
@@ -283,7 +283,7 @@ class BlockIndex:
         self.listeners = (*self.listeners, listener)
 
     def remove_listener(self, listener: MoveListener) -> None:
-        """Stop calling a listener that was added."""
+        """Stop calling a listener."""
         self.listeners = tuple(each for each in self.listeners if each != listener)
 
     def move(self, rows: Rows | int, tier: TierName, state: Residency) -> None:
@@ -310,7 +310,7 @@ class BlockIndex:
         return int(self._counts[_COLUMN[tier], state])
 
     def held_in(self, tier: TierName) -> dict[bytes, BlockTotals]:
-        """Return what a tier can serve, by key space."""
+        """Return the totals of the blocks that a tier can serve, by key space."""
         return dict(self.key_space_usage.totals(_COLUMN[tier]))
 
     def in_state(self, tier: TierName, state: Residency) -> Rows:

@@ -70,12 +70,12 @@ class KeySpaceUsage:
             np.add.at(self._ready[tier], spaces, int(is_ready) - was_ready.astype(np.int64))
 
     def has_blocks(self, key_space: bytes) -> bool:
-        """Tell whether any tier has a block of a key space ready."""
+        """Return whether any tier has a ready block of a key space."""
         number = self._numbers.get(key_space)
         return number is not None and bool(self._ready[:, number].any())
 
     def totals(self, tier: int) -> Iterator[tuple[bytes, BlockTotals]]:
-        """Yield each key space of which a tier has blocks, with their totals."""
+        """Yield each key space that has blocks in a tier, with their totals."""
         num_ready = self._ready[tier].tolist()
         for key_space, number in self._numbers.items():
             if num_ready[number]:

@@ -4,15 +4,15 @@ PAGE_BYTES = 4096
 """Alignment of slots and records: what direct I/O needs on every disk tested so far."""
 
 BANDWIDTH_MIN_BYTES_PER_S = 64 << 20
-"""A slower transfer is late: half of what gigabit Ethernet carries, at which speed a block of an 8B
-model takes as long as computing its 64 tokens on a small GPU."""
+"""Slower transfers are late: half the speed of gigabit Ethernet, at which a block of an 8B model
+takes as long as computing its 64 tokens on a small GPU."""
 
 BLOCK_BYTES_MAX = 0xFFFF_FFFF
 """The index counts a block's bytes in 32 bits; blocks have some megabytes."""
 
 CHAIN_BLOCKS_MAX = 16_384
-"""Blocks of one chain: a million tokens in blocks of 64, and a message of 256 KiB, where gRPC
-accepts 4 MiB."""
+"""Blocks of one chain: a million tokens in blocks of 64. Their hashes take 256 KiB in a
+message; gRPC accepts 4 MiB."""
 
 INDEX_ROWS_MAX = 4_194_304
 """Index entries: 400 MB at about 100 bytes each. More blocks are not admitted."""
@@ -32,9 +32,9 @@ STORE_ARENA_SHARE = 0.375
 queued for the two slower tiers, this leaves an eighth, so that a load finds room whatever hangs."""
 
 ENGINE_SHARE = 2
-"""One engine may hold twice what it leaves to the others of the share for stores, or for loads. A
-single engine gets two thirds, and each one that hangs leaves a third to the next. (Switches share
-their buffers like that: Choudhury and Hahne, Dynamic queue length thresholds, 1998.)"""
+"""One engine may hold twice what is still free in the share for stores, or for loads. A single
+engine gets two thirds, and each one that hangs leaves a third to the next. (Switches share their
+buffers like that: Choudhury and Hahne, Dynamic queue length thresholds, 1998.)"""
 
 SIZE_KEPT_NS = 600_000_000_000
 """A block size that was not used for ten minutes loses its share of the arena: longer than an
@@ -45,7 +45,7 @@ DRAINS_MAX = 2
 by a hung transfer does not block the size."""
 
 SLAB_VICTIMS_MAX = 64
-"""Victims examined to find the slab to drain; beyond, any slab that can be drained is taken."""
+"""Victims examined to find the slab to drain; after that, any slab that can be drained will do."""
 
 WRITE_ARENA_SHARE = 0.25
 """Share of the arena that may be queued for writing to one slower tier. More is not written there
@@ -82,7 +82,7 @@ LINGERING_STORES_MAX = 65_536
 second, the oldest are only written on eviction."""
 
 CLOSING_BLOCKS_MAX = 131_072
-"""Most recent blocks examined when the daemon stops: two seconds of the grace period."""
+"""Number of most recent blocks examined when the daemon stops: two seconds of the grace period."""
 
 TRANSFER_BLOCKS = 8
 """Blocks per transfer: enough for few, large operations (24 MB at 3 MB per block), and few enough
@@ -93,10 +93,10 @@ TRANSFER_BYTES = 8 << 20
 waits for us as long as we for it (bench/ssd.py at 256 KiB)."""
 
 TRANSFER_BLOCKS_MAX = 64
-"""Most blocks per transfer: each costs about 50 us of CPU time, however small."""
+"""Maximum number of blocks per transfer: each costs about 50 us of CPU time, however small."""
 
 EXISTENCE_CHECKS_MAX = 256
-"""Lookups that wait for a shared tier at once; others are answered from local knowledge."""
+"""Lookups that wait for a shared tier at once; others are answered from the index."""
 
 EXISTENCE_CHECK_BLOCKS_MAX = 1024
 """Blocks per existence check in a shared tier: 65,536 tokens in blocks of 64."""
@@ -111,8 +111,8 @@ EXISTENCE_CHECK_PAUSE_MAX_NS = 8_000_000_000
 """The longest pause: a server that recovers is used again within seconds."""
 
 ABSENT_NS = 5_000_000_000
-"""A block that a shared tier lacked is not asked for again this soon: other nodes write what they
-computed within seconds, and a prompt is rarely new on two nodes at once."""
+"""A block that a shared tier lacked is not queried again this soon: other nodes write computed
+blocks within seconds, and a prompt is rarely new on two nodes at once."""
 
 ABSENT_HASHES_MAX = 65_536
 """Hashes remembered as absent: 10 MB."""
@@ -136,14 +136,14 @@ VICTIMS_TAKEN_AT_ONCE = 64
 long, and larger batches save little."""
 
 ANNOUNCED_BYTES_MAX = 1 << 18
-"""Hashes in one announcing call, in bytes: the longest chain. A call is one event of the node,
+"""Hashes in one announce call, in bytes: the longest chain. A call is one event of the node,
 which blocks all others."""
 
 ANNOUNCED_MAX = 16
-"""Requests per announcing call: 30 ms at a hundred blocks each."""
+"""Requests per announce call: 30 ms at a hundred blocks each."""
 
 ENDED_REQUESTS_MAX = 1024
-"""Ended requests per announcing call."""
+"""Ended requests per announce call."""
 
 OUTCOMES_MAX = 1024
 """Outcomes per report: the requests of a second."""
@@ -231,7 +231,7 @@ HISTORY_BATCH_BLOCKS = 64
 """Blocks that enter a tier before the history is updated: one block costs as much as a batch."""
 
 FEED_BLOCKS_MAX = 131_072
-"""Changes queued for a slow reader: 2 MB. Beyond, it gets the complete contents again."""
+"""Changes queued for a slow reader: 2 MB. Beyond that, it gets the complete contents again."""
 
 ROWS_TOLD_AT_ONCE = 1024
 """Index rows added or removed for a tier being attached or detached, before requests have their

@@ -35,7 +35,7 @@ class PlannerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted seconds: about half of the cases take longer than ``mean_s``, few ``p95_s``."""
+    """Predicted seconds: about half of the cases exceed ``mean_s``, few exceed ``p95_s``."""
 
     mean_s: float
     p95_s: float
@@ -112,7 +112,7 @@ class PlanRequest:
     block_tokens: int
     block_bytes: int
     limit_blocks: int | None
-    """Most blocks that the request wants restored; None: no limit."""
+    """Maximum number of blocks to restore for the request; None: no limit."""
     load: EngineLoad
     can_split: bool
     """Whether the engine can compute the front while the back is being loaded."""
@@ -184,7 +184,7 @@ class RestorePlan:
     is_split: bool = False
     """Load from the back while the engine computes from the front, until both meet."""
     part_blocks: int = 0
-    """Most blocks per transfer; 0: the usual number."""
+    """Maximum number of blocks per transfer; 0: the usual number."""
     wait_ns: int = 0
     """How long the request waits for the restore, before it uses what has arrived and computes the
     rest."""
@@ -209,7 +209,7 @@ class PlanOutcome:
     restore_s: float
     """Time from requesting the blocks until the last one used was in place."""
     computed_tokens: int
-    """Computed tokens of the prompt."""
+    """Number of prompt tokens that were computed."""
     compute_s: float
     """This request's share of the steps that computed them."""
     wait_s: float
@@ -220,7 +220,7 @@ class PlanOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PlanEvaluation:
-    """What a decision gained or lost, as far as it can be told afterwards."""
+    """The estimated gain or loss of a decision, compared with the alternative."""
 
     saved_s: Mapping[TierName, float]
     """Reduction of the time to first token compared with computing, by tier."""

@@ -1,4 +1,4 @@
-"""Decides how many of the found blocks to restore: all, some, none, or from both ends.
+"""Decides how many of the found blocks to restore, and whether to compute the front meanwhile.
 
 Theory
 ------
@@ -89,13 +89,13 @@ class Planner:
         self._now_ns = 0
 
     def adopt(self, settings: PlannerSettings) -> None:
-        """Replace the settings; what was learned stays."""
+        """Replace the settings; keeps the learned state."""
         self._settings = settings
 
     # Deciding
 
     def plan(self, request: PlanRequest, decision: int, now_ns: int) -> RestorePlan:
-        """Decide one request."""
+        """Return the plan for a request."""
         self._now_ns = now_ns
         found = request.num_found
         if found <= 0:
@@ -142,7 +142,7 @@ class Planner:
         reason = full if chosen.num_blocks == most else PlanReason.PART
         if chosen.is_split:
             reason = PlanReason.SPLIT
-        # Waiting longer than computing them takes does not pay.
+        # Waiting for blocks longer than it takes to compute them does not pay.
         wait_s = max(paths.recompute_of(chosen.num_blocks).mean_s, chosen.restore.mean_s)
         return paths.plan(chosen, decision, reason, self._wait_ns(wait_s))
 
@@ -192,7 +192,7 @@ class Planner:
         path = paths.restore_path(min(taken + transfer_blocks(request.block_bytes), most))
         loss_s = _TRIAL_LOSS * before.total.mean_s
         total = replace(path.total, mean_s=min(path.total.mean_s, before.total.mean_s + loss_s))
-        # First the time of the blocks that pay, then a moment for the others.
+        # Wait for the blocks that pay off, then a moment longer for the others.
         ready_s = min(before.restore.p95_s, paths.recompute_of(taken).mean_s)
         return replace(path, total=total), max(paths.wait_s, ready_s + loss_s)
 
@@ -200,7 +200,7 @@ class Planner:
         return min(max(round(seconds * 1e9), 1), self._settings.wait_max_ns)
 
     def _open_blocks(self, request: PlanRequest, now_ns: int) -> int:
-        """Return how many leading blocks come from unguarded tiers."""
+        """Return how many leading blocks come from tiers that the guard has not closed."""
         closed = self.guarded(now_ns)
         usable = takewhile(lambda source: source.tier not in closed, request.sources)
         return sum(source.num_blocks for source in usable)
@@ -290,7 +290,7 @@ class Planner:
     def _note_split(
         self, request: PlanRequest, plan: RestorePlan, outcome: PlanOutcome, paths: RestorePaths
     ) -> None:
-        """Learn that the copy into the engine is at least as fast as a load from the back was.
+        """Learn that the copy into the engine is at least as fast as this load from the back.
 
         Progress of the load is only noticed after each computed chunk, so it may be faster.
         """
@@ -316,9 +316,9 @@ class Planner:
     # Queries
 
     def num_paying(self, request: PlanRequest, now_ns: int) -> int:
-        """Return how many leading blocks are worth promoting for a request that waits.
+        """Return how many leading blocks are worth promoting for a waiting request.
 
-        These are the blocks of the fastest path at present. Decides nothing and tries nothing.
+        These are the blocks of the fastest path at present. Records no decision, starts no trial.
         """
         if self._settings.mode == "never":
             return 0
@@ -344,7 +344,7 @@ class Planner:
         return self._restores.route(tier).speed(max(num_bytes, 1)).seconds(1)
 
     def is_measured(self, tier: TierName) -> bool:
-        """Tell whether reads of a tier were measured, in this run or an earlier one."""
+        """Return whether reads of a tier were measured, in this run or an earlier one."""
         return self._restores.route(tier).is_known
 
     def guarded(self, now_ns: int) -> frozenset[TierName]:
@@ -355,7 +355,7 @@ class Planner:
     # Saved state
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, in a form for JSON."""
+        """Return the learned state, in a form for JSON."""
         return {
             "version": _VERSION,
             "restore": self._restores.document(),
@@ -364,7 +364,7 @@ class Planner:
         }
 
     def recall(self, document: Mapping[str, Any]) -> str:
-        """Load what an earlier run learned, all or nothing; returns the problem, or ``""``."""
+        """Restore an earlier run's learned state, all or nothing; returns the problem or ``""``."""
         restores, engines = RouteCosts(), EngineCosts()
         try:
             number(document.get("version"), _VERSION, _VERSION)
@@ -377,7 +377,7 @@ class Planner:
 
 
 def _shortest(paths: Sequence[RestorePath]) -> RestorePath:
-    """Return the fastest path; a split has to be worth it, and of equals the longer one wins."""
+    """Return the fastest path; a split must gain enough, and of equal paths the longer one wins."""
     return min(paths, key=lambda path: (_weighed_s(path), -path.num_blocks))
 
 

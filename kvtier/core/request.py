@@ -1,4 +1,4 @@
-"""What a client says about a request besides its tokens, and what a load is for."""
+"""The attributes that a client gives a request, and the purpose of a load."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -31,14 +31,14 @@ class RequestTraits:
 
 
 NO_TRAITS = RequestTraits()
-"""The traits of a request about which the client says nothing."""
+"""The traits of a request for which the client gives none."""
 
 
 class LoadPurpose(Enum):
     """Whether a load promotes blocks, copies them, or both; each half is counted where it happens.
 
-    vLLM has to know what it will get before it has room for it: its scheduler holds blocks, and a
-    worker copies them later.
+    vLLM must know what it will get before it has room for it: its scheduler holds the blocks, and
+    a worker copies them later.
     """
 
     COPY = auto()
@@ -50,10 +50,10 @@ class LoadPurpose(Enum):
 
     @property
     def brings(self) -> bool:
-        """Tell whether this load promotes blocks."""
+        """Return whether this load promotes blocks."""
         return self is not LoadPurpose.COPY_HELD
 
     @property
     def copies(self) -> bool:
-        """Tell whether this load copies blocks."""
+        """Return whether this load copies blocks."""
         return self is not LoadPurpose.HOLD

@@ -10,8 +10,8 @@ an owner, a number that the caller chooses. A *held* slot cannot be given back.
 A block can only replace another one of the same size; otherwise a whole slab has to change hands.
 If age alone decided that, the engine that stores most would end up with all slabs. So each size in
 use has a *fair share*: the number of slabs divided by the number of sizes. A size below its share
-takes slabs from sizes above theirs; a size that has its share evicts its own blocks. Unused slabs
-are open to all, and a size that is no longer used has no share.
+takes slabs from sizes above theirs; a size that has its share evicts its own blocks. Any size
+may take unused slabs, and a size that is no longer used has no share.
 """
 
 from collections import Counter
@@ -174,7 +174,7 @@ class SlabAllocator:
         return len(self._slabs_of.get(size, ()))
 
     def has_room_share(self, size: int, share: float) -> bool:
-        """Tell whether at least this share of the slots that a size could have is free."""
+        """Return whether at least this share of the slots that a size could have is free."""
         num_slabs = self.num_slabs_of(size) + len(self._blank)
         num_slots = num_slabs * (self.slab_bytes // size)
         return num_slots - self._num_taken[size] >= share * num_slots
@@ -211,7 +211,7 @@ class SlabAllocator:
         return sorted((slab.num_held, number) for slab, number in slabs if not slab.next_bytes)
 
     def drain(self, number: int, size: int) -> None:
-        """Take no more slots from a slab, and give it to ``size`` once it is empty."""
+        """Stop allocating from a slab, and give it to ``size`` once it is empty."""
         slab = self._slabs[number]
         assert slab.slot_bytes != size
         slab.next_bytes = size

@@ -10,7 +10,7 @@ __all__ = ["AdminState", "SlowTier", "WriteMode"]
 
 
 class AdminState(StrEnum):
-    """How far a tier is in use, as its operator decides."""
+    """Whether a tier is read and written, as set by its operator."""
 
     ACTIVE = "active"
     """Blocks are read and written."""
@@ -40,7 +40,7 @@ class SlowTier:
     name: TierName
     num_workers: int
     deadline_ns: int
-    """Time for an answer; a transfer gets the time for its bytes on top."""
+    """Time limit for an answer; a transfer also gets the time for its bytes."""
     queue_bytes_max: int
     """Bytes that may be queued for writing; all of them are pinned in the arena."""
     min_tokens: int = 0

@@ -9,7 +9,7 @@ To add a tier
    to it, tells the node how to use it, identifies its device and checks it for ``kvtier doctor``.
    It is imported only where the tier is configured, so it may need packages that others lack.
 2. Add a member to ``TierName`` and a row to ``TIERS`` here: the order is that of their speed, and
-   the row has what every layer may ask of a tier.
+   the row has the properties that every layer may ask for.
 3. Add its number to ``Tier`` in ``proto/kvtier/v1/engine.proto``, so that no other tier takes it.
 
 Metric labels, routes, the status document, the CLI's choices and the index follow from here. Run
@@ -20,7 +20,7 @@ Rules
 -----
 * Shared code asks a tier for its properties (``name.is_shared``), never for its name. Only the GPU
   and the CPU tier are named: they are the two ends of every load and store.
-* Names and wire numbers are for ever: they are in stored blocks' seals, metrics and messages.
+* Names and wire numbers never change: they are in stored blocks' seals, metrics and messages.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ class TierSpec:
     """Properties of a tier that every layer may ask for."""
 
     wire_number: int
-    """Its value of the enum ``Tier`` in ``engine.proto``."""
+    """Its value in the enum ``Tier`` of ``engine.proto``."""
     prior: TransferPrior | None = None
     """None for the GPU tier: engines read it in place."""
     is_shared: bool = False
@@ -111,5 +111,5 @@ SLOW_TIERS: tuple[TierName, ...] = tuple(name for name in TierName if TIERS[name
 """Tiers whose calls block, and that operators attach and detach while the daemon runs."""
 
 STORE_TIER = next(name for name in SLOW_TIERS if name.is_persistent and not name.is_shared)
-"""The fastest local tier whose blocks outlive the daemon: it is scrubbed, and what the daemon has
-learned is saved beside its blocks."""
+"""The fastest local tier whose blocks outlive the daemon: it is scrubbed, and the learned state is
+saved beside its blocks."""

@@ -1,7 +1,7 @@
 """Runs periodic tasks that survive their errors.
 
 An exception in a step is counted and logged, and the next step runs on schedule: a task that dies
-unnoticed is how caches stop evicting and health checks report stale values.
+unnoticed makes caches stop evicting and health checks report stale values.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Background:
     def every(self, period_s: float, task: str, step: Step) -> None:
         """Run ``step`` now, and again a period after each end, until ``stop``.
 
-        ``task`` is its value of the label of ``BACKGROUND_FAULTS``.
+        ``task`` is its label value in ``BACKGROUND_FAULTS``.
         """
         assert task in dict(BACKGROUND_FAULTS.labels)["task"], f"faults of {task} have a series"
         self._tasks.append(asyncio.create_task(self._repeat(period_s, task, step)))
@@ -57,7 +57,7 @@ class Background:
 
 
 def _describe(error: Exception) -> str:
-    """Return the message of an expected error; for a bug also its type and place."""
+    """Return the message of an error; if it is a bug, with its type and place."""
     if isinstance(error, KvtierError):
         return str(error)
     trace = error.__traceback__

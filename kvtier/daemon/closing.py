@@ -16,7 +16,7 @@ __all__ = ["ClosingStack", "Step"]
 _log = Log("kvtier.daemon")
 
 _LEAST_S = 0.05
-"""Time for a step when none is left: enough to release what is not stuck."""
+"""Time for a step when none is left: enough to release resources that are not stuck."""
 
 Step = Callable[[], Awaitable[object] | None]
 """Closes one resource."""

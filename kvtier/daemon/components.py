@@ -1,4 +1,4 @@
-"""Creates everything that works beside the node, before any of it starts."""
+"""Creates the components around the node, before any of them starts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ __all__ = ["DaemonComponents"]
 
 
 class DaemonComponents:
-    """The components around ``driver``, whose node knows the recovered blocks already."""
+    """The components around ``driver``, whose node already has the recovered blocks."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class DaemonComponents:
         )
 
     async def _prepare_attach(self, name: TierName, config: Config) -> None:
-        """Move what depends on a tier's device to the new one, before it is attached."""
+        """Move components that depend on a tier's device to the new one, before the attach."""
         devices = await run_in_thread(partial(devices_of, config, [name]), "kvtier-devices")
         self.benchmarks.renew(name, devices.get(name, ""))
         directory = config.tiers[name].state_directory

@@ -84,7 +84,7 @@ _CLOSE_SHARE = 0.25
 """Share of the remaining time reserved for closing the tiers; blocks are written in the rest."""
 
 _HUNG_CLOSE_S = 1.0
-"""Time limit for closing a tier with a stuck call: it is not worth more of the grace period."""
+"""Time limit for closing a tier with a stuck call: it does not deserve more of the grace period."""
 
 _TIER_ADMIN_END_S = 2.0
 """Time limit for cancelling attaches and detaches in progress."""
@@ -111,7 +111,7 @@ class Daemon:
         self._policies = policies(config)
         self._ring = ring
         self._open_tier = open_tier or self._own_tier
-        # Without ``stop``, the daemon runs in a process that it must not exit.
+        # Without ``stop``, the daemon must not exit the process it runs in.
         self._stop = stop or Stop(config.daemon.stop_grace_ns / 1e9, end=lambda _code: None)
         self._systemd = systemd or Systemd()
         self._stop.on_begin = lambda: self._systemd.stopping(self._stop.left_s)
@@ -280,7 +280,7 @@ class Daemon:
         await scrubber.step(int(rate * _SCRUB_PERIOD_S))
 
     async def _set_write_allowance(self, driver: Driver) -> None:
-        """Tell the node how many bytes a second each tier may take now."""
+        """Pass each tier's current write budget in bytes per second to the node."""
         for name, tier in driver.tiers.items():
             driver.post(ev.SetWriteAllowance(name, write_allowance(self.config, tier)))
 

@@ -33,7 +33,7 @@ class Policies:
     depth: DepthCurves
 
     def adopt(self, config: Config) -> None:
-        """Apply the settings that a reload may change; what was learned stays."""
+        """Apply the settings that a reload may change; keeps the learned state."""
         self.planner.adopt(_planner_settings(config))
         self.depth.most_tokens = _most_tokens(config)
         self.depth.is_prompt_alone = not config.policy.answers

@@ -98,7 +98,7 @@ class Reload:
         self.config = config
         self.last: Reloaded | None = None
         self.is_free: Callable[[str], bool] = lambda _key: False
-        """Tells whether a key is unused at the moment, so that it can change without a restart."""
+        """Returns whether a key is unused at the moment and can change without a restart."""
         self.read_secrets: Callable[[], list[str]] = list
         """Reloads all other secrets, and returns their errors; called on a thread."""
         self._read = read or (lambda: self.config)
@@ -148,7 +148,7 @@ class Reload:
         return self._adopt is not None and not self._lock.locked()
 
     def take_secret(self, name: TierName, value: str, source: str) -> str:
-        """Adopt another value of a tier's secret if that needs no restart; returns why not."""
+        """Adopt a new value of a tier's secret if that needs no restart; returns why not."""
         before = self.config.tiers[name]
         after, key = before.with_secret(value), f"{name}.{before.file_backed_key}"
         if after == before:
@@ -184,7 +184,7 @@ class Reload:
 
     async def _turn(self) -> Reloaded:
         async with self._lock:
-            self._next = None  # later requests want to see later changes
+            self._next = None  # later requests must see later changes
             try:
                 with self._around():
                     self.last = await self._once()
@@ -222,7 +222,7 @@ class Reload:
         return Reloaded(outcome, said, at_s=_now_s())
 
     async def _found(self) -> _Found | str:
-        """Read everything, or return why that takes too long."""
+        """Read everything; returns an error if that takes too long."""
         file = self._path or "the configuration"
         if self._reading is not None and not self._reading.done():
             return f"an earlier reload is still reading {file}"
@@ -242,7 +242,7 @@ class Reload:
         return not self._is_fixed(key) and self.is_free(key)
 
     def _is_fixed(self, key: str) -> bool:
-        """Tell whether only a restart changes a key, even while its tier is detached."""
+        """Return whether only a restart changes a key, even while its tier is detached."""
         section, _, name = key.partition(".")
         return section in SLOW_TIERS and name in self.config.tiers[TierName(section)].fixed_keys
 

@@ -1,12 +1,12 @@
-"""Ends the process: in order on the first signal, at once on the second or after the grace period.
+"""Ends the process: orderly on the first signal, at once on the second or after the grace period.
 
 Theory
 ------
-The event loop that stops everything in order may itself be stuck, in a disk that does not answer or
-in a child that cannot be reaped. So signals are handled on a thread of their own, woken by the C
-level of the interpreter, and another thread waits for the end of the grace period. Both end the
-process by ``os._exit``, which cannot be blocked. The exit code is still 0: what was reported as
-written is on the disk, and the next start recovers it as after a crash.
+The event loop that stops everything in order may itself be stuck on a disk that does not answer or
+a child that cannot be reaped. So signals are handled on a thread of their own, woken by the C level
+of the interpreter, and another thread waits for the end of the grace period. Both end the process
+by ``os._exit``, which cannot be blocked. The exit code is still 0: blocks reported as written are
+on the disk, and the next start recovers them as after a crash.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class Stop:
 
     @property
     def has_begun(self) -> bool:
-        """Tell whether the stop has begun; from any thread."""
+        """Return whether the stop has begun; from any thread."""
         return self.begun.is_set()
 
     def request(self, number: signal.Signals) -> None:
@@ -121,7 +121,7 @@ class Stop:
             self.cut(number)
 
     def request_once(self, number: signal.Signals) -> bool:
-        """Begin to stop; if that has begun already, return False and change nothing.
+        """Begin to stop; returns False and changes nothing if that has begun already.
 
         For signals that arrive several times for one reason: when a terminal closes, both the
         kernel and the shell send SIGHUP.
@@ -137,7 +137,7 @@ class Stop:
         self._end(f"immediate stop by {number.name}")
 
     def attach(self) -> asyncio.Event:
-        """Return the event of the running loop that is set when it is to stop."""
+        """Return an event of the running loop that is set when the loop should stop."""
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -159,7 +159,7 @@ class Stop:
             self.begun.set()
         late = threading.Timer(self.grace_s, self._end, ["end of the grace period"])
         late.daemon = True
-        with contextlib.suppress(RuntimeError):  # no thread: a second signal ends it
+        with contextlib.suppress(RuntimeError):  # no thread available: a second signal ends it
             late.start()
         self.on_begin()
         return True

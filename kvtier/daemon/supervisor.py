@@ -39,7 +39,7 @@ _SUDDEN_CUT_MS = 1000
 """Time for the engine to notify its clients if the daemon ends immediately."""
 
 _KILL_S = 2.0
-"""Time for a killed process to end; one that is stuck in a disk access is abandoned."""
+"""Time for a killed process to end; one that is stuck in disk I/O is abandoned."""
 
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses between restarts, so that a broken engine does not keep the machine busy."""
@@ -60,7 +60,7 @@ def engine_lock(socket_path: Path) -> Path:
 
 
 def engine_is_running(socket_path: Path) -> bool:
-    """Tell whether the supervised engine of a daemon at ``socket_path`` is running."""
+    """Return whether the supervised engine of a daemon at ``socket_path`` is running."""
     lock = engine_lock(socket_path)
     if not lock.exists():
         return False
@@ -148,7 +148,7 @@ class Supervisor:
     async def _take_over(self, pid: int, stopping: asyncio.Event, *, is_same: bool) -> bool:
         """Adopt an engine of an earlier daemon, or stop it if its options differ.
 
-        False if the process has ended, or its number belongs to another process.
+        Returns False if the process has ended, or its pid belongs to another process.
         """
         with self._watched(pid) as descriptor:
             if descriptor is None or not _has_open(pid, engine_lock(self._socket_path)):
@@ -209,9 +209,9 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _watched(self, pid: int) -> Iterator[int | None]:
-        """Yield a pidfd, which refers to the process even if its number is reused.
+        """Yield a pidfd, which refers to the process even if its pid is reused.
 
-        None if there is no such process, or no free descriptor.
+        Yields None if there is no such process, or no free descriptor.
         """
         try:
             descriptor = os.pidfd_open(pid)
@@ -257,7 +257,7 @@ async def _wait_for(event: asyncio.Event, most_s: float) -> None:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Tell whether a process has a file open."""
+    """Return whether a process has a file open."""
     for link in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):  # closed meanwhile, or not accessible
             if link.samefile(path):

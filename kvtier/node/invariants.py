@@ -1,4 +1,4 @@
-"""Checks what must be true of a node between any two events.
+"""Checks a node's invariants, which hold between any two events.
 
 ``check`` changes nothing and raises AssertionError with the first violation. It compares whole
 columns at once, so that a daemon can run it when it is idle.
@@ -35,7 +35,7 @@ _CPU = LOWER_TIERS.index(TierName.CPU)
 
 
 def check(node: Node) -> None:
-    """Raise AssertionError if the node's parts contradict each other."""
+    """Raise AssertionError if the node's parts are inconsistent."""
     rows = np.sort(node.cache.index.rows())
     state = node.cache.index.state[rows]
     assert (state != Residency.ABSENT).any(axis=1).all(), "a row is in no tier"

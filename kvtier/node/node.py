@@ -87,7 +87,10 @@ class NodeSettings:
 
 
 class Node:
-    """See the module. Public attributes are for status reports and tests."""
+    """Makes every decision of the daemon; see the module.
+
+    Public attributes are for status reports and tests.
+    """
 
     def __init__(
         self,
@@ -338,7 +341,7 @@ class Node:
         return [] if lookup is None else [self._answer(lookup, now_ns)]
 
     def _answer(self, lookup: PendingLookup, now_ns: int) -> CallReply:
-        """Answer a lookup that waited with what the index knows now."""
+        """Answer a lookup that waited from the index as it is now."""
         session = self.sessions.get(lookup.event.session)
         if session is None:
             return _unknown_session(lookup.event.call)
@@ -403,7 +406,7 @@ class Node:
         return CallReply(event.call, replace(found, is_empty=self._is_empty(session.key_space)))
 
     def _is_empty(self, key_space: bytes) -> bool:
-        """Tell whether no tier has, or may have, a block of a key space."""
+        """Return whether no tier has, or may have, a block of a key space."""
         return (
             self.transfers.shared_lane() is None
             and not self.cache.index.key_space_usage.has_blocks(key_space)

@@ -100,7 +100,7 @@ class TransferRoute(StrEnum):
 def route_of(tier: TierName, *, is_read: bool) -> str:
     """Return the route of reads from a tier, or of writes to it: ``ssd_to_cpu``, ``cpu_to_ssd``.
 
-    Engines read the CPU tier and write to it; the daemon does that with all slower ones.
+    Engines read and write the CPU tier; the daemon reads and writes all slower tiers.
     """
     if tier is TierName.CPU:
         return TransferRoute.CPU_TO_GPU if is_read else TransferRoute.GPU_TO_CPU
@@ -119,7 +119,7 @@ _ROUTE = ("route", tuple(str(route) for route in TRANSFER_ROUTES))
 _TRANSFER = ("route", tuple(route for route in _ROUTE[1] if "gpu" not in route))
 """Transfers made by the daemon."""
 _RESTORES_ALL = frozenset({PlanReason.ALL, PlanReason.ALWAYS, PlanReason.NOTHING})
-"""Decisions after which no found token is left to the engine."""
+"""Decisions that leave no found token to the engine."""
 
 ASKED_TOKENS = Counter(
     "kvtier_asked_tokens_total",

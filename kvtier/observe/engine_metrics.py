@@ -37,7 +37,7 @@ __all__ = [
 # From a cached prompt on a GPU (5 ms) to a long one on a CPU (a minute).
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-# 20 ms a token is what people read at; above half a second an answer looks stuck.
+# People read at about 20 ms per token; above half a second an answer looks stuck.
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 _SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))

@@ -51,11 +51,11 @@ class Log:
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Log what an operator reads once a day."""
+        """Log an event that an operator reads once a day."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Log a problem that kvtier handled, at a cost."""
+        """Log a problem that kvtier handled at a cost."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:

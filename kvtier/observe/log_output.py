@@ -102,7 +102,7 @@ def _escaped(value: object) -> str:
 
 
 _LINES_MAX = 4096
-"""Most waiting lines: a minute at debug level under load, and a few MB of memory."""
+"""Maximum number of waiting lines: a minute at debug level under load, and a few MB of memory."""
 
 _LAST_S = 0.5
 """Time to write the last lines when the process ends."""
@@ -198,7 +198,7 @@ class LogWriter(logging.Handler):
             if num_lost:
                 start += self._form(_event(_LOST, left_out=num_lost)) + "\n"
             self._write(f"{start}{line}\n")
-        except Exception:  # there is nowhere to report it, and the next line may succeed
+        except Exception:  # it cannot be reported anywhere, and the next line may succeed
             self._is_cut = True
             with self._changed:
                 self._num_lost += 1

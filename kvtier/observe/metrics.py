@@ -1,4 +1,4 @@
-"""Metric definitions, and the recorder that counts into them.
+"""Defines metrics, and records samples in their series.
 
 Theory
 ------
@@ -94,7 +94,7 @@ class Metrics:
     """Records into the series of one process. Thread-safe."""
 
     def __init__(self, table: Sequence[Metric], registry: CollectorRegistry) -> None:
-        # They would add an unused series for each counter.
+        # The ``_created`` metrics would add an unused series for each counter.
         without_created: Callable[[], None] = prometheus_client.disable_created_metrics
         without_created()
         self.registry = registry

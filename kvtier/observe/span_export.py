@@ -20,7 +20,7 @@ from kvtier.observe.log import Log, RateLimitedLog
 __all__ = ["SpanQueue", "open_tracer"]
 
 _SPANS_MAX = 2048
-"""The same as in the SDK's queue: a few hundred requests, and a few MB."""
+"""The same as the SDK's queue: a few hundred requests, and a few MB."""
 
 _BATCH_MAX = 512
 _PERIOD_S = 1.0

@@ -7,8 +7,8 @@ id, and a step finds its parent there. The context goes to the daemon as W3C ``t
 call's metadata. A read of a tier serves all loads that wait for its blocks: it is found by their
 hashes, and becomes a child of the load that requested them first.
 
-vLLM traces its requests itself. There our steps, and those of the daemon, are children of the span
-of the request's client. In vLLM's own processes, where we cannot trace, the context is only passed
+vLLM traces its requests itself. Our steps there, and those of the daemon, are children of the
+client's span. In vLLM's own processes, where we cannot trace, the context is only passed
 on.
 
 Rules
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["TRACES", "Metadata", "TraceStep", "Traces", "start_traces", "traceparent_of"]
 
 _REQUESTS_MAX = 4096
-"""The same as in the decision log: a store may come long after the answer of its request."""
+"""The same as in the decision log: a store may come long after its request was answered."""
 
 _TRACEPARENT = "traceparent"
 _FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

@@ -83,7 +83,7 @@ class Driver:
         self._streams: dict[int, asyncio.Queue[ac.LoadUpdate | ac.CallReply]] = {}
         self._orders: dict[str, asyncio.Queue[int]] = {}
         self._readers: dict[str, asyncio.Event] = {}
-        """For each session that watches, an event that is set when its feed has news."""
+        """By watching session, an event that is set when its feed has changes."""
         self._is_ending = False
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
@@ -92,7 +92,7 @@ class Driver:
         """When each tier last ended a transfer, or had none to do."""
 
     def add_register_listener(self, listener: Callable[[ev.Register], None]) -> None:
-        """Call ``listener`` with the registration of each engine that was accepted."""
+        """Call ``listener`` with each accepted registration of an engine."""
         self._register_listeners.append(listener)
 
     async def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
@@ -139,7 +139,7 @@ class Driver:
                 del self._orders[session]
 
     def is_watching(self, session: str) -> bool:
-        """Tell whether a session has a feed."""
+        """Return whether a session has a feed."""
         return session in self._readers
 
     async def watch(self, session: str) -> AsyncGenerator[list[ResidencyChange], None]:
@@ -164,7 +164,7 @@ class Driver:
             del self._readers[session]
 
     def post(self, event: ev.Event) -> None:
-        """Let the node handle an event, and carry out its actions."""
+        """Pass an event to the node, and carry out its actions."""
         if isinstance(event, ev.ReadDone | ev.WriteDone):
             self._note_moved(event.transfer)
         start_ns = time.monotonic_ns()
@@ -230,11 +230,11 @@ class Driver:
         return executor
 
     async def check_health(self, name: TierName) -> None:
-        """Tell the node whether a tier is up, and start a health check of it if one is due."""
+        """Report to the node whether a tier is up, and start a health check if one is due."""
         executor = self.executors.get(name)
         if executor is None:
             return
-        if executor.has_new_generation():  # before the node is told that the tier is up
+        if executor.has_new_generation():  # check before the node learns that the tier is up
             await self.mark_unverified(name, "its server restarted or failed over")
         executor.check(partial(self._note_health, name))
 
@@ -250,7 +250,7 @@ class Driver:
             await asyncio.sleep(0)  # let requests be handled
 
     def stalled(self, limit_s: float) -> list[TierName]:
-        """Return the tiers that are up and have work queued, but moved nothing for ``limit_s``."""
+        """Return the tiers that are up and have work queued, but completed none for ``limit_s``."""
         now_ns = time.monotonic_ns()
         stalled = []
         for name, lane in self.node.transfers.lanes.items():
@@ -261,7 +261,7 @@ class Driver:
         return stalled
 
     def is_reading(self, name: TierName) -> bool:
-        """Tell whether reads of a tier are queued or in flight."""
+        """Return whether reads of a tier are queued or in flight."""
         lane = self.node.transfers.lanes[name]
         return bool(lane.reads) or any(transfer.is_read for transfer in lane.in_flight.values())
 
@@ -323,7 +323,7 @@ class Driver:
             self._log.warning("tier call failed", tier=action.tier, error=error)
             event = _faulted(action, str(error))
         except Exception as error:
-            # A bug in a tier; reported as a fault, so that nothing waits for it for ever.
+            # A bug in a tier; reported as a fault, so that nothing waits for it forever.
             self._log.exception("unexpected error in a tier call", tier=action.tier)
             event = _faulted(action, repr(error))
         executor.to_loop(partial(self._completed, executor, event))

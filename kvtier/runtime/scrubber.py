@@ -1,8 +1,8 @@
 """Background checks of stored blocks: scrubs of local tiers, verification of shared ones.
 
 A scrub reads a little every second. It never competes with reads: if any are queued or in flight,
-it skips that second. The tier quarantines damaged blocks itself; the node is told, so that no
-lookup promises them.
+it skips that second. The tier quarantines damaged blocks itself; they are reported to the node, so
+that no lookup promises them.
 
 A shared tier loses blocks without notice: its server restarts, is flushed, evicts keys, or keys
 expire. So each verification step asks for a sample of the blocks that the index has there. If many
@@ -34,16 +34,16 @@ __all__ = ["ScrubProgress", "TierScrubber", "Verifier"]
 _log = Log("kvtier.daemon")
 
 _STEP_LIMIT_NS = 2_000_000_000
-"""Limit of one step. Health checks wait for the same thread, and should see trouble in seconds."""
+"""Time limit of one step: health checks wait for the same thread and must see faults in seconds."""
 
 _TIMEOUTS_MAX = 5
-"""Timeouts in a row that a requested pass tolerates: writes may be in its way now and then."""
+"""Timeouts in a row that a requested pass tolerates: writes may delay it now and then."""
 
 _PASS_STEP_BYTES = 16 << 20
 """Step of a requested pass: about ten milliseconds, which a read may have to wait."""
 
 _YIELD_S = 0.01
-"""Pause between two checks whether reads are over."""
+"""Pause between two checks whether reads have ended."""
 
 _HASHES_SHOWN_MAX = 100
 
@@ -72,7 +72,7 @@ class ScrubProgress:
 
 
 class TierScrubber:
-    """Scrubs one tier of ``driver``; one step at a time, whoever asks."""
+    """Scrubs one tier of ``driver``, one step at a time."""
 
     def __init__(self, driver: Driver, tier: TierName) -> None:
         self._driver = driver
@@ -248,7 +248,7 @@ class Verifier:
         return index.keys_of(rows).tobytes()
 
     async def _ask(self, executor: TierExecutor, hashes: bytes) -> tuple[bool | None, ...]:
-        """Ask the tier. Raises TierError."""
+        """Return which blocks the tier has, None where unknown. Raises TierError."""
         asked = split_hashes(hashes)
         present = await executor.run_in_background(
             "verification", lambda tier, until_ns: tier.contains(asked, until_ns), _LIMIT_NS

@@ -1,4 +1,4 @@
-"""Tier executor: runs a tier's blocking calls on threads, and derives the health the node sees.
+"""Tier executor: runs a tier's blocking calls on threads, and determines its health for the node.
 
 Theory
 ------
@@ -35,7 +35,7 @@ not. A check writes a page: 170 MB a day to a drive."""
 _CHECK_LIMIT_NS = 1_000_000_000
 
 _WAIT_S = 3.0
-"""Wait for the spare thread: other calls may be before, each with its own limit."""
+"""Wait for the spare thread: other calls may be queued before, each with its own limit."""
 
 _SPARE_QUEUE_MAX = 8
 """Calls that may wait for the spare thread; there are fewer kinds of them."""
@@ -53,7 +53,7 @@ class TierExecutor:
         self._log = Log("kvtier.node")
         self._warnings = RateLimitedLog(self._log)
         self.last_health = Health()
-        """The tier's health at the last check, on which the node acts."""
+        """The tier's health at the last check, as reported to the node."""
         self._generation: int | None = None
         self.is_checking = False
         """Whether a health check is running or queued."""
@@ -101,7 +101,7 @@ class TierExecutor:
         return sorted(late, key=lambda call: -call.seconds)
 
     def health(self) -> Health:
-        """Return the tier's health: out while a call hangs, otherwise what its breaker says."""
+        """Return the tier's health: out while a call hangs, otherwise that of its breaker."""
         late = self.late_calls()
         if not late:
             return self.tier.health()
@@ -123,13 +123,13 @@ class TierExecutor:
             )
 
     def has_new_generation(self) -> bool:
-        """Tell whether the tier may have lost blocks since the last call of this method."""
+        """Return whether the tier may have lost blocks since the last call of this method."""
         before, self._generation = self._generation, self.tier.usage().generation
         return before is not None and before != self._generation
 
     @property
     def is_at_rest(self) -> bool:
-        """Tell whether no call is running or queued."""
+        """Return whether no call is running or queued."""
         return self._workers.num_calls + self._spare.num_calls == 0
 
     def retire(self) -> None:

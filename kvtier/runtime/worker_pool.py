@@ -1,8 +1,8 @@
 """Threads for blocking calls: bounded, watched, and never joined.
 
 A system call on a dead disk cannot be interrupted: its thread is lost until the disk answers. So
-every thread here is a daemon thread, which no exit of the process waits for, and the pool reports
-the calls that are late.
+every thread here is a daemon thread, which never delays the exit of the process, and the pool
+reports the calls that are late.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _LATE_NS = 500_000_000
 
 @dataclass(frozen=True, slots=True)
 class LateCall:
-    """A call that should have returned by now."""
+    """A call that should have returned already."""
 
     name: str
     seconds: float
@@ -53,7 +53,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._num_started = 0
         self._running: dict[int, tuple[_Work, int]] = {}
-        """For each thread its call, and when it started."""
+        """By thread, its call and when it started."""
         self.num_calls = 0
         """Calls running or queued."""
         self._is_stopped = False
@@ -72,7 +72,7 @@ class WorkerPool:
                 return False
             self.num_calls += 1
             if self._num_started < min(self.num_calls, self._num_threads):
-                with contextlib.suppress(RuntimeError):  # no thread available: the others do it
+                with contextlib.suppress(RuntimeError):  # no new thread: existing ones do it
                     threading.Thread(target=self._work, name=self._name, daemon=True).start()
                     self._num_started += 1
             if not self._num_started:
@@ -95,7 +95,7 @@ class WorkerPool:
         """Take no more calls; queued calls are still made, and then the threads end."""
         with self._lock:
             self._is_stopped = True
-            with contextlib.suppress(queue.Full):  # then no thread is idle and waits for a stop
+            with contextlib.suppress(queue.Full):  # then no thread is idle, waiting for a stop
                 self._queue.put_nowait(None)
 
     def stop(self) -> None:
@@ -132,7 +132,7 @@ class WorkerPool:
 
 
 def run_in_thread(call: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Run a call on a thread that no exit waits for; await the result with a deadline.
+    """Run a call on a thread that does not delay the exit; await the result with a deadline.
 
     Unlike asyncio's executor, whose threads are joined when the loop ends.
     """

@@ -1,16 +1,16 @@
 """``POST /v1/kvtier/chain``: a prompt's block hashes, and where it diverges from recent prompts.
 
-Tools that explain, pin or warm a prompt name it by its block hashes. Only the engine can compute
-them from text: it has the tokenizer, the chat template and the key space. It also knows where a
-prompt first differs from the most similar recent one, which is the first question after a miss.
+Tools that explain, pin or warm a prompt identify it by its block hashes. Only the engine can
+compute them from text: it has the tokenizer, the chat template and the key space. It also knows
+where a prompt first differs from the most similar recent one, the first question after a miss.
 
 Rules
 -----
 * The prompt goes through the same functions as that of a completion.
 * A prompt is compared only with prompts of its own tenant: the point where two prompts diverge
-  would tell one tenant what another one has asked.
-* Recent prompts are kept as token ids, up to a limit in bytes. Only operators learn how many tokens
-  a prompt shares with them: anyone else could use that to guess them, token by token.
+  would reveal one tenant's prompts to another.
+* Recent prompts are kept as token ids, up to a limit in bytes. Only operators see how many tokens a
+  prompt shares with them: anyone else could use that to guess them, token by token.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ from kvtier.engine.request import Deliver, EngineRequest
 __all__ = ["ChainEndpoint", "ChainIdentity", "NearestPrompt", "PromptRecorder", "RecentPrompts"]
 
 _RECENT_BYTES_MAX = 32 << 20
-"""Memory for recent prompts: eight million tokens, or a thousand prompts of eight thousand."""
+"""Memory for recent prompts: eight million tokens, or a thousand prompts of 8,000 tokens."""
 
 _TENANTS_MAX = 1024
-"""Most tenants with recent prompts; the least recently active one is removed first."""
+"""Maximum number of tenants with recent prompts; the least recently active is removed first."""
 
 _NAMES = ("prompt", "messages", "token_ids")
 _TEXT_BEFORE, _TEXT_AFTER = 8, 24
@@ -144,12 +144,12 @@ class PromptRecorder:
 
     @property
     def is_ready(self) -> bool:
-        """Return the engine's state."""
+        """Return whether the engine accepts requests."""
         return self._inner.is_ready
 
     @property
     def is_stuck(self) -> bool:
-        """Return the engine's state."""
+        """Return whether the engine is stuck."""
         return self._inner.is_stuck
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
@@ -164,7 +164,7 @@ class PromptRecorder:
 
 @dataclass(frozen=True, slots=True)
 class ChainEndpoint:
-    """The endpoint of the call."""
+    """The endpoint of ``POST /v1/kvtier/chain``."""
 
     identity: ChainIdentity
     recent: RecentPrompts

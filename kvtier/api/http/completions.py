@@ -1,4 +1,4 @@
-"""Endpoints of the two OpenAI calls; a request is aborted if the client disconnects."""
+"""Endpoints of the two OpenAI calls; requests are aborted if the client disconnects."""
 
 import asyncio
 import time

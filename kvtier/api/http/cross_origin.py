@@ -2,15 +2,15 @@
 
 Theory
 ------
-A browser lets any page send requests to any address that its machine can reach, loopback included.
-The page cannot read the response, but the request is carried out. And if the page's own name
+A browser lets any page send requests to any address that its machine can reach, including loopback.
+The page cannot read the response, but the request is executed. And if the page's own host name
 resolves to this address (DNS rebinding), it can read the response as well. So there are two checks:
 
 * Over loopback, ``Host`` must name this machine. Under DNS rebinding it is the page's name.
 * A request from a page of another origin is refused. Browsers report the origin in
   ``Sec-Fetch-Site``, or else in ``Origin``, and a page can set neither. Go's
   ``http.CrossOriginProtection`` does the same for unsafe methods; here GET is checked as well,
-  since a page sees whether it succeeds.
+  since a page can see whether it succeeds.
 
 Rules
 -----

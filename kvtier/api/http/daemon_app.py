@@ -4,8 +4,8 @@ Theory
 ------
 The HTTP server has its own thread, and the status document is created on the node's loop. Only one
 request at a time asks the loop for it; requests that arrive meanwhile, or within half a second, get
-the same document. So a hundred open pages cost the loop as much as one, and a loop that hangs is
-asked once.
+the same document. So a hundred open pages cost the loop as much as one, and a stuck loop is asked
+only once.
 
 Rules
 -----
@@ -199,7 +199,7 @@ def create_daemon_app(
 ) -> Starlette:
     """Return the application. The callables must not block.
 
-    ``complaint`` returns why the process is not alive, or an empty string; ``report`` returns more
+    ``complaint`` returns why the process is stuck, or an empty string; ``report`` returns more
     fields of ``/readyz``. Without ``status`` there is no status page.
     """
     routes = probe_routes(

@@ -63,7 +63,7 @@ class Detokenizer:
         return "".join([self._push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return the text that is still held back, complete or not, at the end of the answer."""
+        """Return the text that is still held back at the end of the answer, complete or not."""
         text = self._decode(self._window)
         piece = text[_num_common(self._given, text) :]
         self._given = text
@@ -77,7 +77,7 @@ class Detokenizer:
         is_clean = len(certain) == len(text)
         is_long = len(self._window) - self._num_context > _WINDOW_TOKENS
         if not is_clean and is_long:
-            certain = text[:-1]  # only the last broken character can still become whole
+            certain = text[:-1]  # only the last broken character can still be completed
         piece = certain[start:]
         if piece:
             if start < len(self._given):  # it completes the prompt's last character

@@ -78,7 +78,7 @@ def _tokens(prompt: Prompt, model: ChatModel) -> list[int]:
 def _check_length(num_characters: int, model: ChatModel, param: str) -> None:
     """Refuse a text that cannot fit, however it is tokenized.
 
-    A tokenizer takes half a minute and gigabytes for the longest body, and others wait for it.
+    Tokenizing the longest body takes half a minute and gigabytes, while others wait.
     """
     if num_characters > model.context_limit * model.token_characters_max:
         raise ApiError(

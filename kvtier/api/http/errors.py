@@ -137,5 +137,5 @@ def _answer_routing_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_bug(_request: Request, _error: Exception) -> Response:
-    """Answer an unexpected exception without its traceback, which the server logs."""
+    """Respond to an unexpected exception without its traceback, which the server logs."""
     return engine_failed().response()

@@ -74,9 +74,9 @@ class Generation:
             _Choice(index, request, call.stops, backend, began_seconds)
             for index, request in enumerate(call.requests)
         ]
-        # A slow reader cannot make this grow without end: an output brings at least one token or
-        # is the last, so a request never has more of them than max_tokens and one. The engine
-        # does not wait for readers, since that would stall everybody else's batch.
+        # A slow reader cannot make this grow without limit: an output has at least one token or is
+        # the last, so a request never has more than max_tokens + 1 of them. The engine does not
+        # wait for readers, since that would stall the whole batch.
         self._outputs = asyncio.Queue[_QueuedOutput](sum(r.max_tokens + 1 for r in call.requests))
 
     def start(self) -> None:
@@ -165,7 +165,7 @@ class _Choice:
         return self.is_open and self._stop.is_found
 
     def take(self, output: Output, seconds: float) -> Piece:
-        """Convert an output to text, and abort the request if a stop string is found."""
+        """Convert an output to text; aborts the request if a stop string is found."""
         self.is_open = self.is_open and output.finish is None
         text = ""
         if not self._stop.is_found:

@@ -26,9 +26,9 @@ class ServerLimits:
     silence_seconds: float = 10.0
     """Time without output after which to check whether the engine is stuck."""
     open_prompts: int = 256
-    """Most prompts that are read, queued or running; further clients must retry."""
+    """Maximum number of prompts that are read, queued or running; further clients must retry."""
     prompts_per_call: int = 64
-    """Most prompts per call, so that one call cannot take all slots."""
+    """Maximum number of prompts per call, so that one call cannot take all slots."""
 
 
 class LimiterSlots:

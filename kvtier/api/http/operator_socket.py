@@ -1,4 +1,4 @@
-"""The engine's Unix socket: the same HTTP API, but the kernel identifies the calling user.
+"""The engine's Unix socket: the same HTTP API, with the calling user identified by the kernel.
 
 The engine answers questions about recent prompts only on this socket, and only to users who may
 operate the daemon.
@@ -51,7 +51,7 @@ class Operators:
     peer: Callable[[socket.socket], tuple[int, int]] = peer_of
 
     def include(self, connection: socket.socket) -> bool:
-        """Return whether the user at the other end of a connection is an operator."""
+        """Return whether the connected user is an operator."""
         _, uid = self.peer(connection)
         return uid in {0, os.geteuid(), *self.allowed_uids}
 

@@ -86,7 +86,7 @@ class UnixConnection(Connection):
         self._operators = operators
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Set ``is_operator`` in the state of the connection's requests."""
+        """Record ``is_operator`` in the state of the connection's requests."""
         super().connection_made(transport)
         is_operator = self._operators.include(transport.get_extra_info("socket"))
         self.app_state = {**self.app_state, "is_operator": is_operator}
@@ -97,7 +97,7 @@ def _is_idle(connection: Any) -> bool:
 
 
 def _patience(connection: Any) -> tuple[bool, float]:
-    """Sort connections that never sent a request first, and then by age, the oldest first."""
+    """Return a sort key: connections that never sent a request first, then the oldest."""
     return connection.cycle is not None, connection._made_s
 
 

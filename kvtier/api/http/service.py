@@ -21,12 +21,12 @@ class EngineService(Protocol):
     Contract
     --------
     * ``submit`` and ``abort`` return at once and may be called from any thread.
-    * After ``submit``, ``deliver`` is called in order, on the engine's thread. Each output brings
-      at least one token or is the last; the last one, and only it, has a finish reason.
-    * The first output that brings tokens carries the usage: who supplied the prompt is known. So
-      does the last one, unless its finish reason is ``error``.
-    * ``abort`` ends an open request with ``FinishReason.ABORT``; any other is ignored. A stop ends
-      all of them, with ``abort`` or ``error``, once ``is_ready`` is false.
+    * After ``submit``, ``deliver`` is called in order, on the engine's thread. Each output has
+      at least one token or is the last; only the last one has a finish reason.
+    * The first output with tokens has the usage, since the sources of the prompt's tokens are then
+      known. So does the last one, unless its finish reason is ``error``.
+    * ``abort`` ends an open request with ``FinishReason.ABORT``, and ignores any other. A stop
+      ends all open requests, with ``abort`` or ``error``, once ``is_ready`` is false.
     """
 
     @property
@@ -53,7 +53,7 @@ class ChatModel(Protocol):
 
     @property
     def context_limit(self) -> int:
-        """Return the most tokens of a prompt and its completion together."""
+        """Return the maximum number of tokens of a prompt and its completion together."""
 
     @property
     def vocab_size(self) -> int:

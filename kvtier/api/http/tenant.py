@@ -1,7 +1,7 @@
 """Authenticates clients, and derives the salt that separates the blocks of tenants.
 
 If tenants are identified by API key, the salt is derived from the key, and the request's own salt
-is ignored. So a client cannot use another tenant's salt to find out by timing what it has sent.
+is ignored. So a client cannot use another tenant's salt to find out its prompts by timing.
 """
 
 import hashlib

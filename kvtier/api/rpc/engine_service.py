@@ -50,7 +50,7 @@ _STATUS: Mapping[str, grpc.StatusCode] = {
 _DEADLINE_MS_MAX = 600_000
 
 _REFUSAL_MAX = 200
-"""Characters of an engine's reason, for the operator who gave the order."""
+"""Maximum length of an engine's reason, which is shown to the operator."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -185,7 +185,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         )
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
-        """Stream leased blocks as they become ready; a call that ends early ends the lease."""
+        """Stream leased blocks as they become ready; if the call ends early, so does the lease."""
         with TRACES.serve("restore", context.invocation_metadata()) as step:
             step.set(decision=request.decision)
             wanted = split_hashes(request.chain.hashes) if step.span else []
@@ -227,7 +227,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 )
                 is_ended = bool(
                     message.end
-                )  # only now, because a client that disconnected did not release it
+                )  # only here, because a client that disconnected did not release it
         finally:
             if not is_ended:
                 await messages.aclose()

@@ -25,7 +25,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
-    """Refuses calls without a secret that ``admits`` accepts; ``remedy`` is the error message."""
+    """Refuses calls unless ``admits`` accepts their secret; ``remedy`` is the error message."""
 
     def __init__(self, admits: Callable[[str], bool], remedy: str) -> None:
         self._admits = admits

@@ -38,7 +38,7 @@ def local_operator(
 
 @dataclass(frozen=True, slots=True)
 class RemoteDaemon:
-    """Address and credentials of a daemon on another machine; ``ca`` None: the system's CAs."""
+    """Address and credentials of a daemon on another machine; without ``ca``, the system's CAs."""
 
     address: str
     token: str = field(repr=False)

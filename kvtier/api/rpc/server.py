@@ -19,10 +19,10 @@ from kvtier.v1 import engine_pb2_grpc, operator_pb2_grpc
 __all__ = ["OPERATORS_MAX", "UnixServer", "open_tcp", "open_unix"]
 
 OPERATORS_MAX = 64
-"""Connections of operators to the Unix socket at once; enough for scripts and probes."""
+"""Concurrent operator connections to the Unix socket; enough for scripts and health probes."""
 
 _TCP_CALLS_MAX = 16
-"""Concurrent calls over TCP, so that callers without a token cannot take the daemon's time."""
+"""Concurrent calls over TCP, so that callers without a token cannot take up the daemon's time."""
 
 
 _TICKET_IDLE_S = 60.0
@@ -44,7 +44,7 @@ _OPTIONS = (
 _TCP_OPTIONS = (
     *_OPTIONS[:2],
     ("grpc.max_allowed_incoming_connections", 128),
-    # Otherwise two daemons could listen on the same port, and callers would reach either.
+    # Otherwise two daemons could listen on the same port, and callers would reach either one.
     ("grpc.so_reuseport", 0),
     # Otherwise a call from a peer that lost its network would count as running for hours.
     ("grpc.keepalive_time_ms", 60_000),

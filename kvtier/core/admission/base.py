@@ -106,10 +106,10 @@ AdmissionDecision = Admit | Reject | Throttle
 
 
 class Admission(Protocol):
-    """Decides about offers. May keep statistics; moves nothing."""
+    """Decides which offered blocks a tier accepts. May keep statistics; moves no blocks."""
 
     def decide(self, offer: Offer) -> AdmissionDecision:
-        """Decide about an offer."""
+        """Return how much of an offer to accept, or why it is refused."""
 
     def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
         """Set the current write budget of a tier; None: unlimited."""

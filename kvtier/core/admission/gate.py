@@ -2,13 +2,13 @@
 
 Theory
 ------
-A fixed threshold for the predicted reuse drifts: what is good traffic in the morning is poor at
+A fixed threshold for the predicted reuse drifts: a score that is good in the morning is poor at
 noon. So the share is fixed and the threshold follows: each block moves it by a small step times
 (written - share), which makes it the quantile of the recent scores (Robbins and Monro, 1951). A
 block that had to be written, because its child would be lost without it, counts as written: without
 it, the share would be exceeded by a fifth on conversations, and several times over on agents.
 
-A write budget lowers the share to what may be written over what is offered. If many blocks have the
+A write budget lowers the share to the ratio of permitted to offered bytes. If many blocks have the
 same score, the threshold settles among them, and their hashes decide: the answer for a block is
 then the same each time.
 """
@@ -54,7 +54,7 @@ class QuantileGate:
         self.most_share = most_share
         """Admitted share if there is no budget."""
         self._num_before = 0
-        """Number of blocks that earlier runs decided."""
+        """Number of blocks decided in earlier runs."""
         self._allowance: float | None = None
         """Write budget in bytes per second."""
         self._offered_bytes = 0.0
@@ -74,7 +74,7 @@ class QuantileGate:
         self._allowance = bytes_per_s
 
     def would_take(self, score: float, key: BlockHash) -> bool:
-        """Tell whether a block would pass. Changes nothing."""
+        """Return whether a block would pass. Changes nothing."""
         return self.share > 0 and score + _TIE * _fraction(key) >= self.threshold
 
     def take(self, score: float, key: BlockHash, *, num_bytes: int, now_ns: int) -> bool:

@@ -57,7 +57,7 @@ _WORTHLESS = -1.0
 class AdmitByWorth:
     """An ``Admission``. A tier without a gate accepts whatever pays off.
 
-    ``is_ranked``: the CPU tier evicts by worth, so a chain may lose at once.
+    ``is_ranked``: the CPU tier evicts by worth, so a new chain may lose against its victims.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AdmitByWorth:
         return {"gates": {str(tier): gate.document() for tier, gate in self.gates.items()}}
 
     def recall(self, document: Mapping[str, Any]) -> str:
-        """Load what an earlier run learned; returns the problem, or ``""``."""
+        """Restore the learned state of an earlier run; returns the problem, or ``""``."""
         try:
             gates = table(document, "gates")
             for tier, gate in self.gates.items():

@@ -55,7 +55,7 @@ class EngineSpeed:
     """Time that decoding sequences add to each step."""
     chunk: int
     lag: float
-    """Ratio of whole prompts to the sum of their steps; included in the other values."""
+    """Ratio of a whole prompt's time to the sum of its steps; included in the other values."""
     tail: float
     """Ratio of P95 to mean, for one step."""
     tail_whole: float
@@ -124,17 +124,17 @@ class EngineCost:
 
     @property
     def is_known(self) -> bool:
-        """Tell whether the engine was ever measured, in this run or an earlier one."""
+        """Return whether the engine was ever measured, in this run or an earlier one."""
         return self.is_measured or self._is_recalled
 
     @property
     def is_settled(self) -> bool:
-        """Tell whether the model rests on more than the first steps, which are often slow."""
+        """Return whether the model rests on more than the first steps, which are often slow."""
         return self._is_recalled or self._prefill.num_noted >= _SETTLED_STEPS
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether a prefill step was measured."""
+        """Return whether a prefill step was measured."""
         return self._prefill.num_noted > 0
 
     def note_flops(self, flops: ModelFlops) -> None:
@@ -178,7 +178,7 @@ class EngineCost:
         return True
 
     def _is_floor(self, num_tokens: int, seconds: float) -> bool:
-        """Tell whether a step only took the floor, as far as is known."""
+        """Return whether a step only took the floor, as far as is known."""
         floor_s = self._floor_s()
         base_s, token_s, _ = self._prefill.rates
         is_below = (
@@ -195,7 +195,7 @@ class EngineCost:
         self._whole.note((predicted_s,), seconds, now_ns)
 
     def speed(self, load: EngineLoad) -> EngineSpeed:
-        """Return how prompts are computed while this many sequences decode."""
+        """Return the engine's speed while this many sequences decode."""
         running = _bounded(load.num_running, _RUNNING_MAX)
         base_s, token_s, attended_s = self._prefill.rates
         lag = self._whole.rates[0]
@@ -220,7 +220,7 @@ class EngineCost:
         return min(speed.steps_s(waiting) + attended_s, SECONDS_MAX)
 
     def saved_s(self, end_tokens: int, num_tokens: int) -> float:
-        """Return what not computing the ``num_tokens`` before ``end_tokens`` saves."""
+        """Return the seconds saved by not computing the ``num_tokens`` before ``end_tokens``."""
         speed = self._idle_speed = self._idle_speed or self.speed(EngineLoad())
         first = max(end_tokens - num_tokens, 0)
         attended = max(end_tokens - first, 0) * (end_tokens + first) / 2
@@ -244,7 +244,7 @@ class EngineCost:
         return most if self._chunks.count(most) >= 3 else max(most, _CHUNK_GUESS)
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, and the resulting speed."""
+        """Return the learned state and the resulting speed."""
         return {
             "prefill": self._prefill.document(),
             "decode": self._decode.document(),
@@ -254,7 +254,7 @@ class EngineCost:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned; raises ValueError if it is invalid."""
+        """Restore the learned state of an earlier run; raises ValueError if it is invalid."""
         self._idle_speed = None
         self._prefill.recall(table(document, "prefill"))
         self._decode.recall(table(document, "decode"))
@@ -302,7 +302,7 @@ class EngineCosts:
         return engine
 
     def document(self) -> dict[str, Any]:
-        """Return what is known of each key space, from the session that reported last."""
+        """Return the model of each key space, from the session that reported last."""
         kinds: dict[bytes, EngineCost] = {}
         for (key_space, _), engine in self._known.items():
             kinds.pop(key_space, None)
@@ -310,7 +310,7 @@ class EngineCosts:
         return {key_space.hex(): engine.document() for key_space, engine in kinds.items()}
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned; raises ValueError if it is invalid."""
+        """Restore the learned state of an earlier run; raises ValueError if it is invalid."""
         for key, part in list(document.items())[-SESSIONS_MAX:]:
             engine = self._known[bytes.fromhex(key), ""] = EngineCost()
             engine.recall(table({key: part}, key))

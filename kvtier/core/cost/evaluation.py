@@ -66,7 +66,7 @@ def evaluate(
     paths: RestorePaths,
     cold_s: float | None = None,
 ) -> CostEvaluation:
-    """Return what an outcome saved or cost.
+    """Return the time that an outcome saved or cost.
 
     ``cold_s`` is the measured time to compute the same prompt, if known.
     """

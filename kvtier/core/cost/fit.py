@@ -103,7 +103,7 @@ class Fit:
 
     @property
     def looks_faster(self) -> bool:
-        """Tell whether the last measurement was far below the prediction."""
+        """Return whether the last measurement was far below the prediction."""
         return self._streak < 0
 
     def note(self, terms: tuple[float, ...], seconds: float, now_ns: int) -> bool:
@@ -212,7 +212,7 @@ class Fit:
         """Measure the scatter, and the ratio of slow measurements to the prediction."""
         ratios = np.sort(seconds / np.clip(terms @ self.rates, _SECONDS_MIN, SECONDS_MAX))
         count = len(ratios)
-        # So few agree by chance, or because the fit passes through them.
+        # So few measurements agree by chance, or because the fit passes through them.
         least = 0.0 if count >= 8 else self._noise
         self._noise = max(float(np.sort(np.abs(np.log(ratios)))[count // 2]), least)
         # One slow measurement is not a tail: a read that hung would close the tier for a minute.
@@ -224,11 +224,11 @@ class Fit:
     # Saved state
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned."""
+        """Return the learned state."""
         return {"rates": list(self.rates), "tail": self.tail, "num_noted": self.num_noted}
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned; raises ValueError if it is invalid."""
+        """Restore the learned state of an earlier run; raises ValueError if it is invalid."""
         rates = document.get("rates")
         if not isinstance(rates, list) or len(rates) != len(self._limits):
             raise ValueError(f"expected {len(self._limits)} rates")
@@ -241,7 +241,7 @@ class Fit:
 
 
 def is_amount(value: float) -> bool:
-    """Tell whether a value can be a count or a size: finite, not negative, not absurd."""
+    """Return whether a value can be a count or a size: finite, not negative, not absurd."""
     return 0.0 <= value <= _AMOUNT_MAX
 
 

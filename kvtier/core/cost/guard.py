@@ -2,7 +2,7 @@
 
 Theory
 ------
-The models can be wrong in ways that they cannot see, so the guard only looks at outcomes: what a
+The models can be wrong in ways they cannot detect, so the guard only looks at outcomes: what a
 request gained or lost against computing, relative to the time of computing. Each outcome counts as
 one, however bad. If most recent ones lost, and all together lost, the tier is closed for a while.
 Then a single request tries it, which opens it again or closes it for twice as long.
@@ -20,7 +20,7 @@ _OUTCOMES = 10
 """Number of recent outcomes that count."""
 
 _OUTCOMES_MIN = 5
-"""Fewer are no evidence."""
+"""Fewer outcomes are not enough evidence."""
 
 _LOSS = 0.03
 """A tier that costs less than this on average stays open: predictions are no better than that."""
@@ -44,7 +44,7 @@ class _GuardedTier:
     """Start of the current trial."""
 
     def is_losing(self) -> bool:
-        """Tell whether restoring lost time over several outcomes, and in most of them."""
+        """Return whether restoring lost time over several outcomes, and in most of them."""
         losses = sum(gain < 0 for gain in self.gains)
         is_enough = len(self.gains) >= _OUTCOMES_MIN and 2 * losses > len(self.gains)
         return is_enough and sum(self.gains) < -_LOSS * len(self.gains)

@@ -234,7 +234,7 @@ class RestorePaths:
         return high
 
     def _ahead_s(self, front: int, tail: _TailLoad) -> float:
-        """Return by how much computing the front takes longer than loading the rest."""
+        """Return how much longer computing the front takes than loading the rest."""
         return self._front_s(front) - self._tail_s(front, tail)
 
     def _tail_s(self, front: int, tail: _TailLoad) -> float:

@@ -4,8 +4,8 @@ Theory
 ------
 One transfer takes ``t0 + blocks * per_block + bytes * (per_byte + (depth - 1) * per_byte_more)``.
 If concurrent transfers share a device, ``per_byte_more`` is fitted close to ``per_byte``; if they
-do not slow each other down, close to zero. A restore is divided into transfers, of which a tier
-runs several at a time, after those already queued.
+do not slow each other down, close to zero. A restore is divided into transfers; a tier runs
+several at a time, after those already queued.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ _START_SHARE = 0.1
 """Largest share of a transfer that its fixed start time may take because of that."""
 
 _USUAL = (1.0, 8.0, 8.0 * _MIB, 0.0)
-"""The transfer by which speeds are compared: eight blocks of 1 MiB, alone."""
+"""The reference transfer for comparing speeds: eight blocks of 1 MiB, alone."""
 
 
 def transfer_blocks(block_bytes: int) -> int:
@@ -66,7 +66,7 @@ class RouteSpeed:
     contention_s: float
     """Seconds by which each concurrent transfer delays a full one."""
     lag: float
-    """Ratio of whole restores to the sum of their transfers; included in the other values."""
+    """Ratio of a whole restore's time to the sum of its transfers; included in the other values."""
     tail: float
     """Ratio of P95 to mean, for one transfer."""
     tail_whole: float
@@ -126,7 +126,7 @@ class RouteCost:
 
     @property
     def is_known(self) -> bool:
-        """Tell whether it was measured, in this run or an earlier one."""
+        """Return whether it was measured, in this run or an earlier one."""
         return self._is_recalled or self._fit.num_noted > 0
 
     def note(self, sample: TransferSample, now_ns: int) -> bool:
@@ -138,7 +138,7 @@ class RouteCost:
         return True
 
     def is_slow(self, sample: TransferSample) -> bool:
-        """Tell whether a transfer took about as long as expected, or longer."""
+        """Return whether a transfer took about as long as expected, or longer."""
         return sample.seconds > _ABOUT * self._fit.mean_s(_terms(sample))
 
     def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
@@ -146,17 +146,17 @@ class RouteCost:
         self._whole.note((predicted_s,), seconds, now_ns)
 
     def is_stale(self, now_ns: int, after_ns: int) -> bool:
-        """Tell whether the last measurement is at least this old."""
+        """Return whether the last measurement is at least this old."""
         noted_ns = self._fit.noted_ns
         return noted_ns is None or abs(now_ns - noted_ns) >= after_ns
 
     @property
     def looks_faster(self) -> bool:
-        """Tell whether the last measurement was far below the prediction."""
+        """Return whether the last measurement was far below the prediction."""
         return self._fit.looks_faster
 
     def speed(self, block_bytes: int) -> RouteSpeed:
-        """Return how blocks of a size are moved, as far as is known."""
+        """Return the speed for blocks of a size, as far as it is known."""
         start_s, per_block, per_byte, per_byte_more = self._fit.rates
         lag = self._whole.rates[0]
         # The engine copies blocks as they arrive, in one go; a tier is read in parts.
@@ -178,7 +178,7 @@ class RouteCost:
         return 8 * _MIB / self._fit.mean_s(_USUAL)
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, and the resulting bandwidth."""
+        """Return the learned state and the resulting bandwidth."""
         return {
             **self._fit.document(),
             "depth": max(self._depths),
@@ -186,7 +186,7 @@ class RouteCost:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned; raises ValueError if it is invalid."""
+        """Restore the learned state of an earlier run; raises ValueError if it is invalid."""
         depth = int(number(document.get("depth"), 1, _DEPTH_MAX))
         self._fit.recall(document)
         self._depths.append(depth)
@@ -211,7 +211,7 @@ class RouteCosts:
         return self._routes[tier, is_read]
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, by tier and direction; only measured routes."""
+        """Return the learned state, by tier and direction; only measured routes."""
         return {
             f"{tier}_{'read' if is_read else 'write'}": route.document()
             for (tier, is_read), route in self._routes.items()
@@ -219,7 +219,7 @@ class RouteCosts:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned; raises ValueError if it is invalid."""
+        """Restore the learned state of an earlier run; raises ValueError if it is invalid."""
         for (tier, is_read), route in self._routes.items():
             if part := table(document, f"{tier}_{'read' if is_read else 'write'}"):
                 route.recall(part)

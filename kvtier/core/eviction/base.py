@@ -1,4 +1,4 @@
-"""The interface of eviction policies, and what several of them share."""
+"""The interface of eviction policies, and functions that several of them use."""
 
 from collections.abc import Collection, Generator, Iterator
 from itertools import islice

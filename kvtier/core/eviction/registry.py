@@ -63,7 +63,7 @@ EVICTION_POLICIES: Mapping[str, EvictionPolicy] = {
         _imported("s3_fifo:S3Fifo"), "oldest first, blocks that were used once before all others"
     ),
 }
-"""Policies by the names they are configured by; the first one is the default."""
+"""Policies by their names in the configuration; the first one is the default."""
 
 
 def policy_help(names: Collection[str] = EVICTION_POLICIES) -> str:

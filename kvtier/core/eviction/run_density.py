@@ -1,8 +1,8 @@
-"""Eviction by what a history has learned: run density, and credit LRU.
+"""Eviction by learned reuse: run density, and credit LRU.
 
 The history, which knows chains, ages and reuse, provides the order. This module skips the blocks
 that the CPU tier must not lose now: blocks that are pinned, kept, or part of the chain that needs
-the room. The cache tells the history which blocks come and go.
+the room. The cache notifies the history of blocks that come and go.
 """
 
 from collections.abc import Generator
@@ -22,7 +22,7 @@ _CREDIT_S = 300.0
 
 
 class RunDensity:
-    """Evicts the tails of the runs that earn least by being kept."""
+    """Evicts the tails of the runs that gain least from being kept."""
 
     def __init__(self, history: History) -> None:
         self._history = history

@@ -136,6 +136,6 @@ def _put_first(key: BlockHash, place: _Place) -> None:
 
 
 def _is_there(index: BlockIndex, row: int, key: BlockHash) -> bool:
-    """Tell whether a row still holds this block, ready."""
+    """Return whether a row still holds this block, ready."""
     is_same = index.hash_of(row) == key
     return is_same and index.cell(row, TierName.CPU) == Residency.READY

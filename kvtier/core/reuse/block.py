@@ -2,7 +2,7 @@
 
 A hash table and numpy columns take 90 bytes per block; a dictionary with a million hashes and lists
 would take 250. Most calls concern a whole chain, for which an array operation costs no more than a
-loop.
+loop over Python objects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ class RememberedBlocks:
         self.forks: npt.NDArray[np.uint8]
         """Number of chains that diverged behind it, up to 255."""
         self.uses: npt.NDArray[np.uint8]
-        """Number of requests that named it, up to 255."""
+        """Number of requests for it, up to 255."""
         self.tiers: npt.NDArray[np.uint8]
         """The tiers that hold it, as bits."""
         self.fate: npt.NDArray[np.uint8]
@@ -74,8 +74,8 @@ class RememberedBlocks:
         self._facts = np.zeros(0, _FACTS)
         self._fit(self._table.capacity)
         self._last = (BlockHash(b""), NO_ROW)
-        """The last hash and row looked up: a block that is proposed as a victim is named again when
-        it leaves."""
+        """The last hash and row looked up: a block that is proposed as a victim is looked up again
+        when it leaves."""
         self._chain: dict[BlockHash, int] = {}
         """Rows of the last chain touched, which is looked up again as its blocks are stored."""
 
@@ -152,7 +152,7 @@ class RememberedBlocks:
         return fresh
 
     def _is_own(self, found: BlockRows) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a chain are linked as children of the row before them."""
+        """Return which rows of a chain are linked as children of the row before them."""
         before = np.concatenate([[NO_ROW], found[:-1]])
         is_own: npt.NDArray[np.bool_] = (found != NO_ROW) & (self.parent[found] == before)
         is_own &= self.position[found] == np.arange(len(found))
@@ -170,7 +170,7 @@ class RememberedBlocks:
 
     def add(self, keys: Sequence[BlockHash]) -> BlockRows:
         """Add distinct, unknown blocks as orphans; returns their rows."""
-        # Grow before adding to the table: a thread that finds a row must find its facts, too.
+        # Grow before adding to the table: a thread that finds a row must find its columns, too.
         if self._table.extent + len(keys) > len(self._facts):
             self._fit(max(2 * len(self._facts), self._table.extent + len(keys)))
         rows = self._table.add(as_keys(b"".join(keys)))

@@ -2,17 +2,17 @@
 
 Theory
 ------
-A block stored at some depth is requested again so many times, on average: reuses over stores, both
+How often a block stored at some depth is requested again, on average, is reuses over stores, both
 counted by depth. Heads of prompts come back with every request, tails with the next turn or never.
 Keeping a depth pays if the reuses, times what each saves, exceed the cost of storing;
 ``max_offload_tokens`` is the end of the deepest such depth.
 
-What was just stored had no time to come back, so stores are counted a quarter of an hour later.
-Reuse is also seen for blocks that were refused, because a history remembers every request: a class
-that was limited opens again once its tails come back. Both counts decay, by half in an hour.
+A block that was just stored had no time to come back, so stores count a quarter of an hour later.
+Reuse is also seen for blocks that were refused, because a history remembers every request: the
+limit of a class rises again once its tails come back. Both counts decay, by half in an hour.
 
-Nothing is limited without evidence: a class without it is treated like all of its kind, and if they
-have none either, has no limit.
+Nothing is limited without evidence: a class without it has the limit of its kind, or none if there
+is no evidence for the kind either.
 """
 
 from bisect import bisect_left
@@ -115,7 +115,7 @@ class _Curve:
         return self.young[-1]
 
     def kept(self) -> list[list[float]]:
-        """Return what is saved: requests, reuses, and the stores that count already."""
+        """Return the saved counts: requests, reuses, and the stores that count already."""
         return [counts.round(1).tolist() for counts in (self.stores, self.requests, self.reuses)]
 
     @classmethod
@@ -127,7 +127,7 @@ class _Curve:
         return cls(stores, requests, reuses)
 
     def has_evidence(self) -> npt.NDArray[np.bool_]:
-        """Tell at which depths enough was stored or reused to draw a conclusion."""
+        """Return at which depths enough was stored or reused to draw a conclusion."""
         has_blocks: npt.NDArray[np.bool_] = self.stores + self.reuses >= _BLOCKS_MIN
         return has_blocks & (self.requests >= _REQUESTS_MIN)
 
@@ -151,7 +151,7 @@ class DepthCurves:
         self.most_tokens = most_tokens
         self.is_prompt_alone = is_prompt_alone
         self._curves: OrderedDict[_Key, _Curve] = OrderedDict()
-        """The one used last is last."""
+        """By class, the one used last at the end."""
         self._limits: dict[_Key, int | None] = {}
         """The last limit of each class, for explanations and display."""
         self._tenants: OrderedDict[bytes, int] = OrderedDict()

@@ -8,7 +8,7 @@ not per run.
 
 Blocks are evicted from the tail of a run, and only if they have no child in the tier. A run that is
 blocked by a child in another run is taken out of its bucket, and put back when the child has left;
-otherwise each search would have to skip all the system prompts.
+otherwise each search would have to skip every system prompt.
 """
 
 from array import array
@@ -28,13 +28,13 @@ from kvtier.core.slots import slot_bytes
 __all__ = ["COLUMN", "Credit", "Density", "EvictionQueue", "EvictionQueues", "Ranking", "Walk"]
 
 _VALUES = 4096
-"""Half octaves of value that are distinguished: far more than a double's exponent needs."""
+"""Number of half octaves of value: far more than a double's exponent needs."""
 
 _BELOW_SHARE = 1 - 2.0**-40
 """Factor of a worth: less than that of its equals, and no less than any other."""
 
 _PUTS_MIN = 4096
-"""Below this, there is nothing to gain by sweeping."""
+"""Below this, sweeping gains nothing."""
 
 Walk = Generator[tuple[float, int], bool | None, None]
 """Yields (score, row); the caller may send whether the block was taken."""
@@ -144,11 +144,11 @@ class EvictionQueue:
         """Number of calls of ``put`` since the last sweep."""
 
     def score(self, run: int) -> float:
-        """Return what a run is worth now."""
+        """Return a run's current worth."""
         return self._ranking.score(self._runs, run)
 
     def is_waiting(self, run: int) -> bool:
-        """Tell whether a run is in its bucket."""
+        """Return whether a run is in its bucket."""
         bucket = self._ranking.bucket(self._runs, run)
         is_there = self._runs.ticket[run] in self._buckets.get(bucket, ())
         return is_there and self._runs.bucket[self._tier][run] == bucket
@@ -162,7 +162,7 @@ class EvictionQueue:
             runs.bucket[self._tier][run] = bucket
             heappush(self._buckets.setdefault(bucket, []), runs.ticket[run])
             if before != NONE:
-                self._front(before)  # which only the oldest leave, by age
+                self._front(before)  # only the oldest runs leave a bucket by age
             self._num_puts += 1
             if self._num_puts > 2 * len(runs) + _PUTS_MIN:
                 self._sweep()
@@ -312,7 +312,7 @@ class EvictionQueues:
         return queue
 
     def scores(self, keys: Sequence[BlockHash], tier: TierName = SLOW_TIERS[0]) -> list[float]:
-        """Return what each block earns in a tier: expected value per byte and second.
+        """Return the expected value of each block in a tier, per byte and second.
 
         Larger is better; 0.0 if the block is not remembered.
         """

@@ -12,9 +12,9 @@ towards a prior under which worth falls with age, which is LRU. The group of a s
 shrunk towards the same group of all tenants. Evidence decays, so that a change of traffic shows
 within thousands of requests.
 
-The *density* is what a tier earns by holding a block: the expected uses over the expected time
-held, with the best moment to give up. It is an index of an optimal stopping rule (Gittins), and may
-rise with age for groups that come back late or not at all.
+The *density* is the yield of holding a block in a tier: the expected uses over the expected time
+held, if it is given up at the best moment. It is an index of an optimal stopping rule (Gittins),
+and may rise with age for groups that come back late or not at all.
 """
 
 from array import array
@@ -40,18 +40,18 @@ _GROUP_WEIGHT = 5.0
 3 to 10 make little difference (conversation trace, first half)."""
 
 _PRIOR_WEIGHT = 30.0
-"""The same for the prior; values from 10 to 100 make no difference."""
+"""The same weight for the prior; values from 10 to 100 make no difference."""
 
 _DECAY = 0.995
 _TOUCHES_PER_DECAY = 50
-"""Half is forgotten in 7,000 requests; a quarter of that, or five times as much, is no better."""
+"""Half is forgotten in 7,000 requests; a quarter as many, or five times as many, are no better."""
 
 _TOUCHES_PER_REFRESH = 32
 """Scores are computed for all groups at once, this often: 0.3 ms, or 10 us per request."""
 
 _GROUPS_MAX = 1024
-"""Far more groups than occur at a time. A new one replaces one that no longer occurs; if there is
-none, it shares the group of those without a number."""
+"""Far more groups than occur at a time. A new one replaces one that no longer occurs; if all still
+occur, it shares group 0."""
 
 _UNUSED_WEIGHT = 1.0
 """A group with less evidence than one block just touched no longer occurs."""
@@ -183,7 +183,7 @@ class Hazards:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned, all or nothing; raises ValueError if invalid.
+        """Restore an earlier run's learned state, all or nothing; raises ValueError if invalid.
 
         Counts for other age bins are ignored.
         """
@@ -250,7 +250,7 @@ def _unpacked(kept: object) -> tuple[Group, Table]:
 
 
 def densities(hazards: Table) -> Table:
-    """Return for each group and age the most uses per second held, over all times to give up.
+    """Return the most uses per second held, over all times to give up, by group and age.
 
     A run is halfway through its bin, on average.
     """

@@ -2,11 +2,11 @@
 
 Theory
 ------
-Every request *touches* its chain. For the remembered blocks of it that is an event in the
+Every request *touches* its chain. For its remembered blocks, that is an event in the
 statistics of the runs they were in, and all its blocks begin new runs of age 0. Blocks that no tier
-holds stay as *ghosts*, so that what is learned depends on the traffic, not on the room available.
-The group and age of a run determine the probability that its blocks are requested again, and their
-worth, by which they are evicted.
+holds stay as *ghosts*, so that learning depends on the traffic, not on the available room. The
+group and age of a run determine the probability that its blocks are requested again, and so their
+worth for eviction.
 
 Rules
 -----
@@ -50,7 +50,7 @@ _USES_STEPS = np.array([0, 0, 1, 2, 2, 3], np.uint8)
 
 
 class History:
-    """The history of chains; see the module."""
+    """Records which chains were used when; see the module."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class History:
             self._ghosts.forget(self._now_ns)
 
     def _age_runs(self, now_ns: int) -> bool:
-        """Move runs into the age bins they have reached; tells whether more may be due."""
+        """Move runs into the age bins they have reached; returns whether more may be due."""
         runs, num_left = self.runs, AGED_RUNS_MAX
         for age, queue in enumerate(self._ages):
             youngest_ns = now_ns - _EDGES_NS[age + 1]
@@ -170,7 +170,7 @@ class History:
         return num_known
 
     def needs_adoption(self, keys: Sequence[BlockHash]) -> npt.NDArray[np.bool_]:
-        """Tell which blocks have to be adopted: unknown ones and orphans."""
+        """Return which blocks have to be adopted: unknown ones and orphans."""
         rows = self.blocks.find(keys)
         is_linked: npt.NDArray[np.bool_] = (rows != NO_ROW) & (self.blocks.parent[rows] != ORPHAN)
         return ~is_linked
@@ -182,7 +182,7 @@ class History:
         places: npt.NDArray[np.integer[Any]],
         payload_bytes: int,
     ) -> None:
-        """Remember distinct blocks that no request has named, as used once.
+        """Remember distinct blocks that were not requested yet, as used once.
 
         ``parents`` is ignored for a block at place 0 of its chain. Each block becomes a run of its
         own, because it is not known which of them were used together.
@@ -252,12 +252,12 @@ class History:
         ]
 
     def times_seen(self, key: BlockHash) -> int:
-        """Return how many requests named a block, as far as is remembered."""
+        """Return how many requests there were for a block, as far as is remembered."""
         row = self.blocks.row(key)
         return 0 if row == NO_ROW else int(self.blocks.uses[row])
 
     def uses_and_children(self, tier: TierName, key: BlockHash) -> tuple[int, int]:
-        """Return how many requests named a block, and how many of its children are in a tier."""
+        """Return how often a block was requested, and how many of its children are in a tier."""
         row = self.blocks.row(key)
         if row == NO_ROW:
             return 0, 0
@@ -277,11 +277,11 @@ class History:
         return chances
 
     def document(self) -> Mapping[str, Any]:
-        """Return what was learned about traffic classes; nothing about blocks and tenants."""
+        """Return the learned state of traffic classes, without blocks and tenants."""
         return self._hazards.document()
 
     def recall(self, document: Mapping[str, Any]) -> str:
-        """Load what an earlier run learned, all or nothing; returns the problem, or ``""``."""
+        """Restore an earlier run's learned state, all or nothing; returns the problem or ``""``."""
         try:
             self._hazards.recall(document)
         except ValueError as fault:

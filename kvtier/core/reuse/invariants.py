@@ -17,7 +17,7 @@ __all__ = ["check_history", "residents"]
 
 
 def check_history(history: History) -> None:
-    """Raise AssertionError if parts of a history contradict each other."""
+    """Raise AssertionError if the parts of a history are inconsistent."""
     rows = dict(history.blocks.items())
     assert history.blocks.find(list(rows)).tolist() == list(rows.values())
     _check_blocks(history, list(rows.values()))
@@ -29,7 +29,7 @@ def check_history(history: History) -> None:
 
 
 def residents(history: History, tier: TierName) -> set[BlockHash]:
-    """Return the blocks that a history believes to be in a tier."""
+    """Return the blocks that are in a tier according to a history."""
     bit = 1 << LOWER_TIERS.index(tier)
     return {key for key, row in history.blocks.items() if history.blocks.tiers[row] & bit}
 

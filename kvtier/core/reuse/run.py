@@ -28,7 +28,7 @@ _NUMBERS = 1 << 24
 
 
 class Runs:
-    """One number per run, one column per fact; numbers are reused."""
+    """The attributes of runs, one column each, indexed by run number; numbers are reused."""
 
     def __init__(self) -> None:
         self.ticket = array("q")
@@ -75,7 +75,7 @@ class Runs:
         return len(self.ticket) - len(self._free)
 
     def allocate(self, size: int) -> int:
-        """Return a number for a new run."""
+        """Return a free number for a new run."""
         self._num_taken += 1
         if self._free:
             run = self._free.pop()

@@ -1,4 +1,4 @@
-"""A use: what one request says about its chain, and which tenants' hints are believed."""
+"""A use: a request's chain and hints, and which tenants have traffic classes of their own."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _VALUE_RATIO_MAX = 1024.0
 tokens at the usual slope."""
 
 _VALUE_EXPONENT = 0.5
-"""Half-way between counting hits and seconds: a run is valued by its end, which is worth more than
+"""Halfway between counting hits and seconds: a run is valued by its end, which is worth more than
 its front. On the first half of the conversation trace, with 4,000 blocks, exponents of 0, 0.5 and 1
 hit 14.9, 14.4 and 13.2 % of the tokens and save 13.1, 13.4 and 12.8 % of the seconds."""
 
@@ -86,11 +86,11 @@ class TouchResult:
     turn: int
     """0: the chain is new, or only shares a prefix with many; 1: its second turn, and so on."""
     times_seen: int
-    """How often the last known block was named before."""
+    """How often the last known block was requested before."""
 
 
 _HINTS_MIN = 500.0
-"""Recent hints of a tenant. Fewer say little about each of the dozens of classes they fall into."""
+"""Recent hints of a tenant. Fewer are too little evidence: they fall into dozens of classes."""
 
 _HALF_LIFE_HINTS = 7000.0
 """The half-life of the reuse counts. It limits the tenants with own classes to twenty at a time."""

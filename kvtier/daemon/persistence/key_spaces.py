@@ -23,7 +23,7 @@ __all__ = ["FILE_NAME", "KeySpaces", "NamedSpace", "SavedKeySpaces"]
 FILE_NAME = "key_spaces.json"
 
 _SPACES_MAX = 100
-"""Most key spaces; the most recently registered ones are kept."""
+"""Maximum number of key spaces; the most recently registered ones are kept."""
 
 _NAMES_MAX = 4
 _NAME_CHARS_MAX = 100
@@ -52,7 +52,7 @@ class KeySpaces:
         return self._known.get(key_space)
 
     def note(self, key_space: bytes, name: str, block_tokens: int) -> bool:
-        """Record an engine; True if that changed anything."""
+        """Record an engine; returns whether that changed anything."""
         name = " ".join(name.split())[:_NAME_CHARS_MAX]
         before = self._known.pop(key_space, NamedSpace((), block_tokens))
         names = (name, *(other for other in before.names if other != name))[:_NAMES_MAX]

@@ -1,4 +1,4 @@
-"""Saves what was learned about tiers, engines and traffic across restarts.
+"""Saves the state learned about tiers, engines and traffic across restarts.
 
 It contains speeds, counts and the clients' names for kinds of requests, but no hashes, tenants or
 text.

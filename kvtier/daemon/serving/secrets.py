@@ -2,7 +2,7 @@
 
 Rules
 -----
-* Files are checked every second on a thread: a mount that does not answer blocks nobody.
+* Files are checked every second on a thread: a mount that does not answer blocks nothing else.
 * After an invalid file the previous secret stays in use, and the file is read again until valid.
 * A tier's secret is a setting as well: ``Reload`` adopts it if the tier can take it while open.
 """
@@ -37,7 +37,7 @@ _log = Log("kvtier.secrets")
 
 
 class TierSecret:
-    """The setting of a tier that is in a file of its own, as ``reload`` adopts it."""
+    """A tier setting that is in a file of its own; ``reload`` adopts it."""
 
     def __init__(self, name: TierName, reload: Reload) -> None:
         self.tier = name
@@ -45,7 +45,7 @@ class TierSecret:
         section = reload.config.tiers[name]
         self.secret = Secret(f"{name}_{section.file_backed_key}", self.files, self._read)
         self._tried = getattr(section, section.file_backed_key)
-        """The last value that was to be adopted; the file may have changed since the start."""
+        """The last value passed to ``reload``; the file may have changed since the start."""
         self._refusal = ""
 
     @property
@@ -76,7 +76,7 @@ class TierSecret:
 
 
 class DaemonSecrets:
-    """The secrets of a daemon, ``held`` among them; its methods are for the loop's thread."""
+    """The secrets of a daemon, including ``held``; its methods are for the loop's thread."""
 
     def __init__(self, driver: Driver, reload: Reload, *held: Secret[Any]) -> None:
         self._driver = driver

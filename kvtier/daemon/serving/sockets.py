@@ -37,7 +37,7 @@ __all__ = ["Sockets"]
 _log = Log("kvtier.daemon")
 
 _CALLS_GRACE_S = 1.0
-"""Time for running calls; new ones are refused at once, so that engines compute on their own."""
+"""Time for running calls; new ones are refused at once, so that engines compute instead."""
 
 _CALLS_END_S = 3.0
 """Time limit for a server to stop after its calls were cancelled."""
@@ -127,7 +127,7 @@ class Sockets:
         on_emptied: Callable[[], None],
         tier_admin: TierAdmin,
     ) -> Sequence[Secret[Any]]:
-        """Serve engines and operators, after ``open_arena``. Returns the secrets that this uses."""
+        """Serve engines and operators; call ``open_arena`` first. Returns the secrets in use."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
         operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, tier_admin)
@@ -154,7 +154,7 @@ class Sockets:
         return secrets
 
     async def check(self) -> None:
-        """Recreate removed socket files, and record why clients cannot connect, if they cannot.
+        """Recreate removed socket files, and record why clients cannot connect if they cannot.
 
         A file that another process has put in its place is left alone.
         """

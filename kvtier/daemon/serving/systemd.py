@@ -4,7 +4,7 @@ Theory
 ------
 A notification is a datagram to the socket ``NOTIFY_SOCKET`` with one assignment per line; see
 sd_notify(3). The watchdog is fed from the daemon's own loop, and only while ``NodeHealth`` has no
-complaint. If the loop or the work of a tier is stuck, the feeding stops, and systemd restarts the
+complaint. If the loop or a tier's work is stuck, the feeding stops, and systemd restarts the
 process.
 
 Rules
@@ -26,7 +26,7 @@ from kvtier.observe.log import Log, RateLimitedLog
 __all__ = ["Systemd"]
 
 _PERIOD_S = 5.0
-"""Longest time between reports: the age of ``systemctl status``."""
+"""Longest time between reports, and so the maximum age of ``systemctl status``."""
 
 _FEEDS = 3
 """Number of times the watchdog is fed in its timeout, so that a late one does no harm."""

@@ -1,1 +1,1 @@
-"""What the daemon reports about itself: status, explanations, gauges and health."""
+"""The daemon's reports about itself: status, explanations, gauges and health."""

@@ -1,6 +1,6 @@
 """Keeps snapshots of the counters of the last five minutes, for rates and curves.
 
-Snapshots are taken whether anyone is watching or not, so that the first view has rates.
+Snapshots are taken even if nobody is watching, so that the first view has rates.
 """
 
 from collections import defaultdict, deque
@@ -32,7 +32,7 @@ __all__ = ["SNAPSHOT_PERIOD_S", "CounterHistory", "CounterSnapshot", "Samples", 
 
 SNAPSHOT_PERIOD_S = 5.0
 _NUM_STEPS_MAX = 60
-"""Five minutes: what an operator who was just paged wants to see."""
+"""Five minutes: the time that an operator who was just paged wants to see."""
 
 _Counters = Mapping[str, Any]
 """Numbers that only grow, and groups of such numbers."""

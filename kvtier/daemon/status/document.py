@@ -66,7 +66,7 @@ class Status:
         config: Callable[[], dict[str, Any]] = dict,
         unmeasured: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """``config`` returns that section, ``unmeasured`` why tiers were not measured."""
+        """``config`` returns the config section, ``unmeasured`` why tiers were not measured."""
         self._config = config
         self._unmeasured = unmeasured
         self._driver = driver
@@ -267,7 +267,7 @@ def _by_tier(samples: Samples, metric: Metric) -> dict[str, int]:
 
 
 def _miss_reasons(samples: Samples) -> dict[str, dict[str, int]]:
-    """Return by tier why it did not serve blocks that it should have."""
+    """Return why each tier did not serve blocks that it should have."""
     return {tier.value: samples.counts(MISS_BLOCKS, tier=tier) for tier in LOWER_TIERS}
 
 

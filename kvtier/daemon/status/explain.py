@@ -85,7 +85,7 @@ class Explainer:
         self._clock_ns = clock_ns
 
     def document(self, question: ExplainQuestion) -> _Document | None:
-        """Return the document, or None if only an unknown request is named."""
+        """Return the document, or None if the question only names a request, and it is unknown."""
         now_ns = self._clock_ns()
         decision = None
         if question.request_id:
@@ -149,13 +149,13 @@ class Explainer:
         }
 
     def _was_seen(self, hashes: bytes, place: int) -> bool:
-        """Tell whether a block was requested or offered before."""
+        """Return whether a block was requested or offered before."""
         key = BlockHash(hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES])
         history = self._node.history
         return history is not None and history.times_seen(key) > 0
 
     def _is_somewhere(self, hashes: bytes, place: int) -> bool:
-        """Tell whether any tier has a block, in any key space."""
+        """Return whether any tier has a block, in any key space."""
         key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
         if not key:
             return False
@@ -191,7 +191,7 @@ class Explainer:
         return named.block_tokens if named else self._block_tokens
 
     def _decision(self, decision: LoggedDecision, now_ns: int) -> _Document:
-        """Tell what was decided about a request, of what, and what came of it."""
+        """Return what was found for a request, what was decided, and the outcome."""
         ask, plan = decision.ask, decision.plan
         return {
             "number": decision.number,

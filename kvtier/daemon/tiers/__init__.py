@@ -1,1 +1,1 @@
-"""How the daemon opens, attaches, detaches and benchmarks its tiers."""
+"""Opening, attaching, detaching and benchmarking of the daemon's tiers."""

@@ -92,16 +92,16 @@ class TierAdmin:
         self._openings = dict(late)
         self._unopened = dict.fromkeys(late, _NOT_YET)
 
-    # What there is
+    # State
 
     def is_free(self, key: str) -> bool:
-        """Tell whether a key belongs to a tier that is neither in use nor being attached."""
+        """Return whether a key belongs to a tier that is neither in use nor being attached."""
         name = next((each for each in SLOW_TIERS if key.startswith(f"{each}.")), None)
         is_off = name is not None and self._admin_state(name) is AdminState.DETACHED
         return is_off and name not in self._attaching
 
     def health(self, name: TierName) -> Health | None:
-        """Return the health of a slow tier, or what an operator did to it; None if it is off.
+        """Return the health or administrative state of a slow tier; None if it is off.
 
         On the loop's thread.
         """
@@ -116,7 +116,7 @@ class TierAdmin:
             return executor.last_health
         if (
             executor.last_health.state is HealthState.OUT
-        ):  # matters for a drained tier, too: it is still read from
+        ):  # matters for a drained tier as well: it is still read
             return Health(HealthState.OUT, f"{executor.last_health.reason}; drained by an operator")
         num_left = self._driver.node.cache.index.num_in(name, Residency.WRITING)
         queued = f"; {num_left} blocks still to be written" if num_left else ""
@@ -133,7 +133,7 @@ class TierAdmin:
     # Operations
 
     async def drain(self, name: TierName, wait_s: float) -> bool:
-        """Stop writing to a tier; True once no write is queued or in flight. Raises StartError."""
+        """Stop writing to a tier; returns True once no write is left. Raises StartError."""
         lane = self._in_use(name)
         self._set(lane, AdminState.READ_ONLY)
 
@@ -248,7 +248,7 @@ class TierAdmin:
             )
 
     async def _until(self, lane: TransferLane, is_done: Callable[[], bool], wait_s: float) -> bool:
-        """Wait until something is so, at most so long, and while the tier stays in its state."""
+        """Wait until ``is_done``, at most ``wait_s``, and only while the tier keeps its state."""
         admin_state, until_s = lane.admin_state, time.monotonic() + wait_s
         while not is_done():
             if time.monotonic() >= until_s:

@@ -32,10 +32,10 @@ SCRATCH_SPACE = hashlib.sha256(b"kvtier.probe").digest()[:HASH_BYTES]
 """Key space of the blocks that a benchmark writes."""
 
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)
-"""From blocks of a tiny model to those of one with eight billion parameters."""
+"""From the blocks of a tiny model to those of an 8B model."""
 
 _SIZE_BYTES_MAX = 8 << 20
-"""Most bytes written per size: about 20 MiB in total."""
+"""Maximum number of bytes written per size: about 20 MiB in total."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Rules
 -----
 * A benchmark never delays requests: it runs on the tier's spare thread, one size at a time, and
-  only while no reads wait. A tier that is always busy is not measured; its transfers say as much.
+  only while no reads wait. A tier that is always busy is not measured; its transfers are enough.
 * A benchmark uses free space only, so it evicts no block. Nothing is written to a full tier, or one
   that is out or degraded, or beyond its write budget.
 * A tier is not measured while it is being dropped: the benchmark's blocks would be counted.
@@ -47,7 +47,7 @@ _STEP_LIMIT_NS = 4_000_000_000
 seconds."""
 
 _SLOW_S = 0.4
-"""After a size that takes longer no larger one is tried: the next is four times as large."""
+"""After a size that takes longer, no larger one is tried: the next is four times as large."""
 
 _BUSY_LIMIT_S = 20.0
 """How long to wait for reads to end before this size and all larger ones are skipped."""
@@ -56,10 +56,10 @@ _YIELD_S = 0.01
 """Time between checks whether reads have ended."""
 
 _HOLD_S = 3.0
-"""How long a drop waits for a benchmark to end; it has a deadline of its own."""
+"""How long a drop, which has a deadline of its own, waits for a benchmark to end."""
 
 _ROUNDS_MAX = 64
-"""Most rounds in a saved document; more would not be from a benchmark."""
+"""Maximum number of rounds in a saved document; no benchmark writes more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Detaches a tier: the node forgets its blocks, and the tier is closed as soon as possible.
 
-A device that does not answer blocks nobody: its tier stays open until it answers, and ``hangs``
-names the stuck call.
+A device that does not answer blocks nothing else: its tier stays open until it answers, and
+``hangs`` names the stuck call.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class TierDetach:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether the device is free."""
+        """Return whether the device is free."""
         return self._closing.done()
 
     @property
@@ -67,7 +67,7 @@ class TierDetach:
         return self.is_closed
 
     async def stop(self) -> None:
-        """Wait a moment, then abandon it: its locks end with the process."""
+        """Wait a moment for the close, then abandon it: its locks end with the process."""
         await self.closed(_STOP_S)
         tasks = {self._forgetting, self._closing}
         for task in tasks:

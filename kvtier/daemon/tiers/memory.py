@@ -17,7 +17,7 @@ __all__ = ["MemoryFiles", "Reservation", "available_memory_bytes"]
 _log = Log("kvtier.daemon")
 
 _SPARE_BYTES = 64 << 20
-"""Memory left free after each slab. In a full cgroup the kernel does not refuse memory: it kills a
+"""Memory left free after each slab. In a full cgroup the kernel does not refuse memory but kills a
 process, and ours is the largest."""
 
 _SLAB_TIMEOUT_S = 60.0
@@ -47,7 +47,7 @@ class Reservation:
     """Reserves the memory of ``arena`` slab by slab, while blocks are served from reserved slabs.
 
     Memory is really allocated, so a shortage shows here and not as a signal that kills the process
-    later. In a shortage the tier stays smaller, reports it, and grows once there is memory.
+    later. If memory is short, the tier stays smaller, reports it, and grows once there is memory.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Opens the configured tiers, at the start or later, and applies the configuration to open ones.
 
-A tier is opened and touched on a thread, and its blocks are listed in small batches, so that
-requests are not delayed. The node uses the tier once it knows all of its blocks. An attempt that is
-abandoned before that leaves nothing behind.
+A tier is opened and first accessed on a thread, and its blocks are listed in small batches, so that
+requests are not delayed. The node uses the tier once it knows all of its blocks. An attempt
+that is abandoned before that leaves nothing behind.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ __all__ = [
 ]
 
 _TOUCH_LIMIT_NS = 2_000_000_000
-"""Time for the first touch of a device; a connection over TLS takes a tenth of that."""
+"""Time for the first access to a device; a connection over TLS takes a tenth of that."""
 
 _START_WAIT_S = 10.0
 """How long the start waits for tiers that are not required. A drive that does not answer must not
-keep the others from serving; a store with very many files is attached once it has been read."""
+keep the others from serving; a store with many files is attached once it has been read."""
 
 OpenTier = Callable[[Config, TierName], BreakerTier]
 """Opens one tier; may block, and raises StartError."""
@@ -108,12 +108,12 @@ def tune_tier(config: Config, tier: Tier) -> None:
 
 
 def authorities_of(tier: Tier) -> Secret[Certificates] | None:
-    """Return the certificates by which a tier trusts servers, if they have a file of their own."""
+    """Return the certificate authorities that a tier trusts, if they are in a file of their own."""
     return backend_of(tier.properties.name).authorities(_innermost(tier))
 
 
 def write_allowance(config: Config, tier: Tier) -> float | None:
-    """Return how many bytes of blocks a second may be written to a tier now; None: no limit."""
+    """Return a tier's current write budget in bytes per second; None: no limit."""
     name = tier.properties.name
     return backend_of(name).write_allowance(config.tiers[name], tier)
 
@@ -124,7 +124,7 @@ def devices_of(config: Config, names: Collection[TierName]) -> dict[TierName, st
 
 
 def is_same_place(name: TierName, before: Config, after: Config) -> bool:
-    """Tell whether an open tier can take over another configuration's place."""
+    """Return whether an open tier can take over another configuration's place."""
     try:
         return backend_of(name).is_same_place(before.tiers[name], after.tiers[name])
     except StartError:  # it needs a package that is missing
@@ -136,7 +136,7 @@ async def open_at_start(
 ) -> tuple[dict[TierName, BreakerTier], dict[TierName, Opening]]:
     """Open the configured tiers; returns those that are open, and those still being opened.
 
-    A local tier that is not required may be opened later: if it takes long, or cannot be opened for
+    A local tier that is not required may be opened later if it takes long, or cannot be opened for
     a reason that may go away. Any other fault raises StartError, and no tier stays open.
     """
     openings = {
@@ -160,7 +160,7 @@ async def open_at_start(
 
 
 def begin_opening(config: Config, name: TierName, open_tier: OpenTier) -> Opening:
-    """Begin to open a tier and to touch its device, on a thread."""
+    """Begin to open a tier and to access its device, on a thread."""
     return run_in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
 
 
@@ -200,7 +200,7 @@ def _innermost(tier: Tier) -> Tier:
 
 
 def _is_temporary(config: Config, name: TierName, error: BaseException | None) -> bool:
-    """Tell whether a tier that could not be opened may become usable while the daemon runs.
+    """Return whether a tier that could not be opened may become usable while the daemon runs.
 
     A store that another process holds is a configuration error, not a temporary fault: if it were
     held by an earlier daemon that is still stopping, the lock of the socket would already refuse.

@@ -1,1 +1,1 @@
-"""How requests and blocks flow: lookups, loads, stores, and writes to slower tiers."""
+"""The flow of requests and blocks: lookups, loads, stores, and writes to slower tiers."""

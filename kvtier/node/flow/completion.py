@@ -1,8 +1,8 @@
-"""Handles completions: what tiers report about reads, writes and checks, each exactly once.
+"""Handles completions: the results of reads, writes and checks that tiers report exactly once.
 
-A failed transfer does not tell how fast it would have been, unless it took longer than expected of
-a whole one: then it took at least that long. So a tier that hangs counts as slow, and one that
-refuses at once does not count as fast.
+A failed transfer says nothing about the tier's speed, unless it took longer than a whole one was
+expected to: then that is a lower bound. So a tier that hangs counts as slow, and one that refuses
+at once does not count as fast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ __all__ = ["Completions", "Measurements"]
 _DAMAGE = frozenset(
     {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
 )
-"""Why a read missed although the tier had something: not what was written."""
+"""Reasons why a read missed although the tier had bytes: they are not those that were written."""
 
 _FATES: Mapping[str, Fate] = {
     "corrupt": Fate.FAILED_CHECK,
@@ -88,7 +88,7 @@ class Measurements:
 
 
 class Completions:
-    """Keeps the index true to what the tiers hold, and resumes what waited for them."""
+    """Keeps the index consistent with the tiers, and resumes the loads that waited for them."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Completions:
         self._metrics = cache.metrics
 
     def read(self, event: ReadDone, now_ns: int) -> list[Action]:
-        """Handle the end of a read: publish blocks that arrived, and end what waited for others."""
+        """Handle the end of a read: publish blocks that arrived, and end loads of the others."""
         orphan = self._transfers.end_orphan(event.transfer)
         if orphan is not None:
             lost = [self._loads.block_lost(row, "failed", Fate.DETACHED) for row in orphan.rows]
@@ -161,7 +161,7 @@ class Completions:
         self._forget(lane, event.evicted, "capacity")
 
     def lost(self, event: BlocksLost, now_ns: int) -> None:
-        """Record blocks that a tier found that it can no longer serve."""
+        """Record blocks that a tier can no longer serve."""
         lane = self._transfers.lanes[event.tier]
         rows = self._forget(lane, event.hashes, event.reason)
         if event.reason != "expired":

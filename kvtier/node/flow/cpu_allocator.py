@@ -1,7 +1,8 @@
 """Allocates slots of the CPU tier to blocks, and evicts other blocks to make room.
 
-The eviction policy proposes victims. Blocks that ``Retention`` keeps are passed over as long as
-another block can go, and ``Demotion`` may hold a victim back until it is written to a slower tier.
+The eviction policy proposes victims. Blocks that ``Retention`` keeps are skipped as long as
+another block can be evicted, and ``Demotion`` may hold a victim back until it is written to a
+slower tier.
 """
 
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ class CpuAllocator:
                 break
         else:
             going = rows
-        victims.close()  # not earlier, or the policy would propose the same rows again
+        victims.close()  # no earlier, or the policy would propose the same rows again
         self._count_evicted(len(going))
         return len(going) > 0
 

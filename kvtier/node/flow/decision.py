@@ -1,8 +1,8 @@
-"""Decides how much of what a lookup found to restore, and takes in how it turned out.
+"""Decides how many of the found blocks to restore, and handles the reported outcomes.
 
-The planner decides. This module states its question: which tier would serve which blocks, what is
-queued before them, and how busy the engine is. Decisions go to the decision log, and what engines
-measure goes back to the planner.
+The planner decides. This module builds its input: which tier would serve which blocks, what is
+queued before them, and how busy the engine is. Decisions go to the decision log, and engines'
+measurements go back to the planner.
 """
 
 import math
@@ -43,7 +43,7 @@ __all__ = ["Decisions"]
 _log = Log("kvtier.node")
 
 _COMPUTED = frozenset({PlanReason.PART, PlanReason.COST, PlanReason.RISK, PlanReason.GUARD})
-"""Reasons to compute cached blocks because that is faster."""
+"""Reasons why computing cached blocks is faster."""
 
 
 class Decisions:
@@ -121,7 +121,7 @@ class Decisions:
         return decision.plan if decision and decision.session == session.token else None
 
     def conclude(self, session: Session, outcome: PlanOutcome, now_ns: int) -> None:
-        """Take in the outcome of a decision, once, and only from the engine it was made for."""
+        """Record the outcome of a decision, once, and only from the engine it was made for."""
         decision = self.decision_log.open(outcome.decision, session.token, now_ns)
         if self._planner is None or decision is None or not _is_sane(outcome, decision):
             return
@@ -202,7 +202,7 @@ class Decisions:
 
 
 def _is_sane(outcome: PlanOutcome, decision: LoggedDecision) -> bool:
-    """Tell whether an outcome can be true; one that is not would spoil every sum."""
+    """Return whether an outcome is plausible; one that is not would spoil every sum."""
     times = (outcome.restore_s, outcome.compute_s, outcome.wait_s, outcome.ttft_s)
     if not all(math.isfinite(seconds) and 0 <= seconds <= SAMPLE_MAX_S for seconds in times):
         return False

@@ -1,14 +1,14 @@
-"""Writes blocks to slower tiers before the CPU tier loses them: by eviction, a crash, or a stop.
+"""Writes blocks to slower tiers before the CPU tier loses them by eviction, a crash, or a stop.
 
 ``Demotion`` looks ahead of eviction. Tiers in write mode ``demote`` get their blocks here, as far
-as admission takes them; tiers in mode ``store`` get another chance at blocks they missed while
+as admission accepts them; tiers in mode ``store`` get another chance at blocks they missed while
 their queue was full or the tier was out. Stores never wait for it: a block that is not written when
 its turn comes is evicted anyway, and counted. So it looks far ahead, and starts as soon as the CPU
 tier is nearly full.
 
-``Flush`` covers blocks that are still in the CPU tier and only there. Blocks older than
-``flush_after_ns`` are written while the tier is idle, to limit what a crash loses. On an orderly
-stop it writes everything that admission would take, the most valuable blocks first. Parents are
+``Flush`` covers blocks that are only in the CPU tier. Blocks older than
+``flush_after_ns`` are written while the tier is idle, to limit the loss in a crash. On an orderly
+stop it writes all blocks that admission accepts, the most valuable first. Parents are
 written with their children, which could not be found without them.
 """
 
@@ -56,7 +56,7 @@ class _Look:
 
 
 class Demotion:
-    """Looks ahead of eviction each time slots were claimed."""
+    """Looks ahead of eviction after slots were claimed."""
 
     def __init__(self, cache: Cache, transfers: TierTransfers, writes: TierWrites) -> None:
         self._cache = cache
@@ -64,10 +64,10 @@ class Demotion:
         self._writes = writes
         self._num_claims_seen = 0
         self._is_cut_short = False
-        """More blocks were due than the lanes had room for."""
+        """Whether more blocks were due than the lanes had room for."""
 
     def advance(self, now_ns: int) -> None:
-        """Offer the next blocks to be evicted, a bounded number of them."""
+        """Offer the next blocks to be evicted, a bounded number."""
         num_claims = self._cache.num_claims - self._num_claims_seen
         if not self._is_cut_short and num_claims < self._num_claims_between():
             return
@@ -84,12 +84,12 @@ class Demotion:
         self._is_cut_short = look.is_cut_short
 
     def hold_back(self, rows: Rows, now_ns: int) -> Rows:
-        """Offer victims that had no chance yet; returns the rows that may be evicted now.
+        """Offer victims that were not offered yet; returns the rows that may be evicted now.
 
         Eviction order changes with time, so a block that no look ahead reached may be the next
-        victim. Victims that a tier takes stay until they are written. So do, from the parent on,
-        those that have no room to be written after them; others are evicted instead. Without any
-        room all may be evicted.
+        victim. Victims that a tier accepts stay until they are written. So do their ancestors for
+        which the queue has no room yet; other blocks are evicted instead. If the queue has no room
+        at all, all may be evicted.
         """
         lanes = self._lanes(now_ns, WriteMode.DEMOTE)
         if not lanes:
@@ -141,12 +141,12 @@ class Demotion:
         num_slots = slots.num_slabs_of(size) * (slots.slab_bytes // size)
         wanted = max(DEMOTION_WINDOW_BLOCKS, int(num_slots * DEMOTION_WINDOW_SHARE))
         if not self._is_last_chance():
-            # The longer a block stays, the better its value is known.
+            # The longer a block stays, the better its value is known, so look ahead no further.
             wanted = min(wanted, max(1, int(num_slots * DEMOTION_WINDOW_SHARE_MAX)))
         return min(wanted, DEMOTION_WINDOW_BLOCKS_MAX)
 
     def _is_last_chance(self) -> bool:
-        """Tell whether all tiers are in mode ``store``, so that blocks only catch up here."""
+        """Return whether all tiers are in mode ``store``, so that blocks only catch up here."""
         lanes = self._transfers.lanes.values()
         return all(lane.tier.write is WriteMode.STORE for lane in lanes)
 
@@ -166,7 +166,7 @@ class Demotion:
         return fresh
 
     def _demote(self, rows: Rows, look: _Look, now_ns: int) -> None:
-        """Offer rows one by one, and mark those that had their chance."""
+        """Offer rows one by one, and mark those that were offered."""
         for row in rows.tolist():
             if look.num_left == 0:
                 look.is_cut_short = True
@@ -176,7 +176,7 @@ class Demotion:
                 look.is_cut_short = True
                 return
             look.num_left -= 1  # a refusal takes just as long
-            # Its parent may have been passed over before.
+            # Its parent may have been skipped before.
             look.is_cut_short |= 1 in chances
             self._mark(row, is_taken=1 in chances)
 
@@ -188,7 +188,7 @@ class Demotion:
                 self._writes.note_written(lane, row, now_ns)
             return 0
         if lane.tier.write is WriteMode.STORE and self._is_below(row):
-            return 0  # only blocks that would be lost get another chance
+            return 0  # only blocks that would otherwise be lost are offered again
         if self._transfers.room_bytes(lane) < self._cache.size_of(row):
             return None
         taken = self._writes.offer(lane, [row], OfferReason.LEAVING, now_ns)
@@ -196,7 +196,7 @@ class Demotion:
         return taken
 
     def _is_below(self, row: int) -> bool:
-        """Tell whether some slower tier has a block, or is about to have it."""
+        """Return whether some slower tier has a block, or is about to have it."""
         return any(not self._cache.lacks(row, tier) for tier in self._transfers.lanes)
 
     def _mark(self, row: int, *, is_taken: bool) -> None:
@@ -226,12 +226,12 @@ class Flush:
         self._writes = writes
         self._history = history
         self._lingering: dict[TierName, deque[tuple[int, Keys]]] = {}
-        """For each tier the stores that are not flushed yet, oldest first, with their times."""
+        """By tier, the stores that are not flushed yet and their times, oldest first."""
         self._closing: dict[TierName, deque[bytes]] = {}
-        """For each tier the blocks to write before the daemon stops, most valuable first."""
+        """By tier, the blocks to write before the daemon stops, most valuable first."""
         self._is_closing = False
         self._resume_ns = 0
-        """Flushing pauses until then, so that other work gets its turn."""
+        """End of the pause in flushing, in which other work gets its turn."""
 
     def stored(self, rows: list[int], now_ns: int) -> None:
         """Note stored blocks of one chain, to flush them later."""
@@ -242,7 +242,7 @@ class Flush:
                 self._lingering.setdefault(lane.tier.name, empty).append((now_ns, keys))
 
     def close(self, _event: DaemonStopping, now_ns: int) -> None:
-        """Start to write everything the tiers would take; a tier is idle when all is written."""
+        """Start to write all blocks that the tiers accept; a tier is idle when all are written."""
         self._is_closing = True
         self._lingering.clear()
         for lane in self._lanes():
@@ -262,7 +262,7 @@ class Flush:
                 self._write_closing(lane, keys.popleft(), now_ns)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when blocks become due that can be written then."""
+        """Return when the next blocks that can be written become due."""
         lanes = [self._transfers.lanes[name] for name in self._lingering]
         dues = [
             self._due_ns(lane)
@@ -272,7 +272,7 @@ class Flush:
         return min((due_ns for due_ns in dues if due_ns is not None), default=None)
 
     def _due_ns(self, lane: TransferLane) -> int | None:
-        """Return when an idle tier is to be written to next."""
+        """Return when the next write to an idle tier is due."""
         stores, after_ns = self._lingering.get(lane.tier.name), lane.tier.flush_after_ns
         if not (stores and after_ns and lane.is_idle):
             return None
@@ -305,7 +305,7 @@ class Flush:
             self._transfers.write(lane, [row], now_ns)
 
     def _worthy(self, lane: TransferLane, now_ns: int) -> list[bytes]:
-        """Return the blocks that a tier lacks and would take, the most valuable first."""
+        """Return the blocks that a tier lacks and would accept, the most valuable first."""
         index = self._cache.index
         rows = index.in_state(TierName.CPU, Residency.READY)
         rows = rows[index.lacks(rows, lane.tier.name)]

@@ -1,4 +1,4 @@
-"""Loads: lease leading blocks in the arena, and announce each as soon as it is there.
+"""Loads: lease leading blocks in the arena, and announce each as soon as it is ready.
 
 A load covers the leading run of blocks that some tier has. Blocks in the CPU tier are ready at
 once; the others are claimed and read. Blocks that another load or store is bringing are waited for:
@@ -6,8 +6,8 @@ each block is read once, however many loads wait for it. A block that does not a
 A load from the back does the same in reverse order while its engine computes the front.
 
 The lease pins all its blocks until it is released or expires. The leases of an engine together may
-hold at most twice what they leave to others: a load that asks for more gets what fits, and ends
-with ``no_room``.
+hold at most twice what they leave free for others: a load that asks for more gets what fits, and
+ends with ``no_room``.
 """
 
 from collections import defaultdict
@@ -50,9 +50,9 @@ class Loads:
         self._metrics = self._cache.metrics
         self._num_leases = 0
         self._waiting: dict[int, dict[int, LoadLease]] = defaultdict(dict)
-        """For each row the leases that wait for it, by number."""
+        """By row, the leases that wait for it, by their numbers."""
         self._remaining: dict[int, list[TierName]] = {}
-        """For each row being read, the tiers to try if this read misses."""
+        """By row being read, the tiers to try if this read misses."""
 
     def start(
         self,
@@ -66,7 +66,7 @@ class Loads:
     ) -> list[Action]:
         """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it.
 
-        Waits no longer than the client would, and than the plan says.
+        Waits at most until the client's deadline, and at most as long as the plan says.
         """
         if len(session.loads) >= LEASES_PER_SESSION_MAX:
             return [CallReply(event.call, Refused("too_many", "release loads that are done"))]
@@ -107,8 +107,8 @@ class Loads:
     ) -> tuple[ReleaseResult, list[Action]]:
         """End a lease. Blocks that the client found corrupt are no longer served.
 
-        A load in progress gets its last message. ``outcome`` says what became of the blocks handed
-        out, as far as it is known.
+        A load in progress gets its last message. ``outcome`` is the metric label of the blocks
+        that were handed out.
         """
         lease = session.loads.pop(number, None)
         if lease is None:
@@ -189,7 +189,7 @@ class Loads:
     def _gather(
         self, lease: LoadLease, before: Rows, run: BlockRun, places: range, now_ns: int
     ) -> None:
-        """Pin blocks that are here, claim and queue the others; stop where there is no room."""
+        """Pin blocks in the CPU tier, claim and queue the others; stop where there is no room."""
         used = np.concatenate([before, run.rows])
         mark = self._allocator.touch(used, run.payload_bytes, now_ns)
         self._cache.note_loaded(run.rows)
@@ -207,12 +207,12 @@ class Loads:
             if self._is_ready(row):
                 lease.tiers.append(TierName.CPU)
                 continue
-            # A block on its way counts for the tier it is read from, whoever asked first.
+            # A block being read counts for the tier it is read from, even if another load asked.
             lease.tiers.append(self._transfers.reading(row) or tiers[0])
             self._waiting[row][lease.number] = lease
 
     def _may_hold(self, lease: LoadLease, row: int) -> bool:
-        """Tell whether the engine may hold one more block without taking more than its share."""
+        """Return whether one more block is within the engine's share."""
         if self._cache.is_held(row):
             return True
         slots, size, num_bytes = self._cache.slots, self._cache.size_of(row), lease.leased.num_bytes
@@ -278,7 +278,7 @@ class Loads:
         self._cut(lease, length)
 
     def _cut(self, lease: LoadLease, length: int) -> None:
-        """Let go of a lease's rows from ``length`` on.
+        """Remove a lease's rows from ``length`` on.
 
         Reads in flight go on, as promotions; queued reads that no lease wants any more are
         cancelled.
@@ -304,7 +304,7 @@ class Loads:
         count_load(self._metrics, lease)
 
     def _count_copied(self, lease: LoadLease, outcome: str) -> None:
-        """Count the bytes that the engine was handed to copy."""
+        """Count the bytes that were handed to the engine to copy."""
         if not lease.purpose.copies:
             return
         num_bytes = self._cache.payload_bytes(lease.rows[: lease.num_sent])

@@ -19,7 +19,7 @@ __all__ = ["MissFates"]
 
 
 class MissFates:
-    """Asks the history for fates, unless the node knows better."""
+    """Looks up fates in the history, unless the node's state determines them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class MissFates:
             self._cache.metrics.add(MISSED_BLOCKS, count, fate=fate)
 
     def count_load(self, decision: int, fate: Fate, num_blocks: int) -> None:
-        """Count blocks that a load was to bring and did not."""
+        """Count blocks that a load should have brought and did not."""
         self._cache.metrics.add(MISSED_BLOCKS, num_blocks, fate=fate)
         self._decision_log.add_missed(decision, fate, num_blocks)
 

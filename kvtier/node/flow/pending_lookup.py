@@ -1,8 +1,8 @@
-"""Lookups that wait for a shared tier to answer which blocks it may have.
+"""Lookups that wait for a shared tier to report which blocks it may have.
 
-Other nodes also write to a shared tier, so only the tier knows its contents. Asking takes time that
-every lookup pays and few gain by. So a query is sent only if enough blocks are missing, the tier
-answers in time, and it did not just answer that the next block is absent.
+Other nodes also write to a shared tier, so only the tier knows its contents. A query delays every
+lookup, and few gain from it. So it is sent only if enough blocks are missing, the tier answers in
+time, and it did not just answer that the next block is absent.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,14 +33,14 @@ __all__ = ["PendingLookup", "PendingLookups"]
 
 @dataclass(frozen=True, slots=True)
 class PendingLookup:
-    """A lookup that is answered when its existence query is, or at its deadline."""
+    """A lookup that is answered once its existence query is answered, or at its deadline."""
 
     event: Lookup
     chain: PromptChain
     tier: TierName
     """The shared tier that was asked."""
     first: int
-    """Index of the first block that the shared tier was asked for."""
+    """Index of the first block in the query."""
     deadline_ns: int
     is_late: bool = False
     """The shared tier did not answer in time."""
@@ -68,7 +68,7 @@ class PendingLookups:
         lane: TransferLane,
         now_ns: int,
     ) -> ExistsQuery | None:
-        """Query ``lane`` for the blocks from ``first`` on; None if that cannot pay."""
+        """Query ``lane`` for the blocks from ``first`` on; None if that cannot pay off."""
         deadline_ns = event.deadline_ns - EXISTENCE_CHECK_GRACE_NS
         asked = split_hashes(chain.keys[first : first + EXISTENCE_CHECK_BLOCKS_MAX].tobytes())
         num_tokens = (len(chain.keys) - first) * block_tokens
@@ -92,7 +92,7 @@ class PendingLookups:
         return None
 
     def end(self, event: ExistsQueryDone, now_ns: int) -> PendingLookup | None:
-        """Take in the answer of a shared tier; returns the lookup if it still waits."""
+        """Record the answer of a shared tier; returns the lookup if it still waits."""
         lookup = self._pending.pop(event.query, None)
         if lookup is None:
             return None
@@ -111,7 +111,7 @@ class PendingLookups:
         return lookup
 
     def expire(self, now_ns: int) -> list[PendingLookup]:
-        """Return the lookups that can wait no longer."""
+        """Return the lookups whose deadline has come."""
         late = self._take(lambda lookup: lookup.deadline_ns <= now_ns)
         late = [replace(lookup, is_late=True) for lookup in late]
         self._count("late", len(late))
@@ -140,7 +140,7 @@ class PendingLookups:
         return min((lookup.deadline_ns for lookup in self._pending.values()), default=None)
 
     def _learn(self, lookup: PendingLookup, length: int) -> None:
-        """Enter the blocks that the shared tier has into the index, as far as there is room."""
+        """Add the blocks that the shared tier has to the index, as far as there is room."""
         length = min(length, self._cache.make_rows(length))
         first, end = lookup.first, lookup.first + length
         if not length:

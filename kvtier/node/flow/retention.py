@@ -1,4 +1,4 @@
-"""Retention: keeps blocks from being evicted, for a caller and a time.
+"""Retention: protects blocks from eviction for a limited time, on behalf of a caller.
 
 An operator pins a chain, a request has a priority or a time to live, or an announced request will
 soon be looked up. Each is a claim on the leading blocks of a chain, by hash, whether they are in
@@ -7,9 +7,10 @@ the CPU tier now or come later.
 Rules
 -----
 * All claims together name no more bytes than the budget. Beyond it, the tail of the claim with the
-  lowest priority gives way, of equals that of the oldest; or the newcomer's tail, if it is lowest.
-* Kept blocks are passed over by eviction, not locked: if nothing else can go they go, in the same
-  order. So a store that would find room without claims also finds it with them.
+  lowest priority is given up, of equal claims that of the oldest; or the new claim's, if it is the
+  lowest.
+* Kept blocks are skipped by eviction, not locked: if no other block can be evicted, they are, in
+  that order. So a store that would find room without claims also finds it with them.
 * Claims live in memory. They survive drops of tiers, but not the daemon.
 * An expired claim ends with the next event, without a timer; it does no harm until then.
 """
@@ -45,11 +46,11 @@ _PIN_PRIORITY = PRIORITY_MAX + 1
 """An operator's pin outranks any request."""
 
 _LOOKED_AT_ONCE = 64
-"""Kept blocks that are checked together for whether they can go. One by one, thousands that are not
-in the CPU tier would hold up the node for most of a second."""
+"""Kept blocks that are checked together for whether they can be evicted. One by one, thousands that
+are not in the CPU tier would block the node for most of a second."""
 
 _ENDS_MAX = 4 * CLAIMS_MAX
-"""Ends remembered before those of renewed claims are forgotten."""
+"""Size of the heap of ends at which those of renewed claims are removed."""
 
 
 @dataclass(slots=True)
@@ -68,11 +69,11 @@ class Retention:
         self._cache = cache
         self.share = share
         self._claims: dict[int, OrderedDict[Hashable, _Claim]] = {}
-        """Claims by priority, in the order in which they came or were renewed."""
+        """Claims by priority, in the order in which they were made or renewed."""
         self._priorities: dict[Hashable, int] = {}
         """Priority of each claim, by its name."""
         self._ends: list[tuple[int, int, Hashable]] = []
-        """Heap of when claims end; some have been renewed or given up since."""
+        """Heap of the times when claims end; some have been renewed or given up since."""
         self._num_made = 0
         self._wanted: Counter[bytes] = Counter()
         """Number of claims that name each block."""
@@ -80,7 +81,7 @@ class Retention:
         self._num_bytes = 0
         """Total size of all named blocks, each counted once."""
         self._given_up: dict[bytes, None] = {}
-        """Blocks that lost their last claim and are not yet offered to eviction."""
+        """Blocks that lost their last claim and were not offered to eviction yet."""
 
     def pin(self, keys: Sequence[bytes], payload_bytes: int, ttl_ns: int, now_ns: int) -> PinResult:
         """Keep a chain's blocks for a time; 0 unpins them."""
@@ -131,7 +132,7 @@ class Retention:
         self._settle()
 
     def session_ended(self, session: str) -> None:
-        """End the claims of requests that a gone engine announced."""
+        """End the claims of requests announced by an engine that is gone."""
         for name in [each for each in self._priorities if _is_announced(each, session)]:
             self._end(name)
         self._settle()
@@ -146,13 +147,13 @@ class Retention:
         self._settle()
 
     def is_kept(self, key: bytes) -> bool:
-        """Tell whether some claim names a block."""
+        """Return whether some claim names a block."""
         return key in self._wanted
 
     def give_way(self, size: int) -> bool:
-        """Give up kept blocks, lowest first, until one in a slot of ``size`` can be evicted.
+        """Give up kept blocks, lowest priority first, until one of ``size`` can be evicted.
 
-        False if there is none.
+        Returns False if none can.
         """
         num_given_up, is_found = self._num_until_free(size)
         for _ in range(num_given_up):
@@ -199,7 +200,7 @@ class Retention:
         return PinResult(len(claim.keys), "budget" if len(claim.keys) < len(wanted) else "")
 
     def _make_room(self, claim: _Claim) -> bool:
-        """Trim lower or older claims until one more block fits; False if none can give way."""
+        """Trim lower or older claims until one more block fits; False if there are none."""
         while (
             self._num_bytes + claim.size > self._budget_bytes()
             or len(self._wanted) >= KEPT_BLOCKS_MAX
@@ -238,7 +239,7 @@ class Retention:
         claim.keys.append(key)
 
     def _num_until_free(self, size: int) -> tuple[int, bool]:
-        """Return how many blocks to give up until one of ``size`` can go, and if one can."""
+        """Return how many blocks to give up until one of ``size`` is evictable, and if one is."""
         index, named = self._cache.index, Counter[bytes]()
         leaving = (
             (key, claim.size)
@@ -285,7 +286,7 @@ class Retention:
     def _settle(self) -> bool:
         """Offer blocks that lost their last claim to eviction; True if any can be evicted now.
 
-        All at once: one by one, a chain of thousands of blocks would hold up the node.
+        All at once: one by one, a chain of thousands of blocks would block the node.
         """
         keys = [key for key in self._given_up if key not in self._wanted]
         self._given_up.clear()

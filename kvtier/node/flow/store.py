@@ -1,4 +1,4 @@
-"""Stores: lease slots to be filled by clients, and publish their blocks when they are whole.
+"""Stores: lease slots that clients fill, and publish the blocks when they are complete.
 
 Prepare, copy, complete: until a store is completed its blocks are in state writing, and are not
 served. A store's lease does not expire while its client lives, because the client may still be
@@ -45,7 +45,7 @@ _FATES: Mapping[RefusalRule, Fate] = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How many leading blocks of those lacking are admitted, and what refuses the next one."""
+    """How many of the leading lacking blocks are admitted, and the rule that refuses the next."""
 
     num_blocks: int
     rule: RefusalRule = RefusalRule.FULL
@@ -123,7 +123,7 @@ class Stores:
         )
 
     def complete(self, session: Session, event: CompleteStore) -> tuple[list[int], list[Action]]:
-        """Publish the leading blocks of a lease that were copied whole, and abandon the others.
+        """Publish the leading blocks of a lease that were copied completely; abandon the others.
 
         Returns the rows that were published.
         """
@@ -190,7 +190,7 @@ class Stores:
         use: Use | None,
         now_ns: int,
     ) -> _Answer:
-        """Return how many of the lacking blocks are admitted, and why not the others."""
+        """Return how many of the lacking blocks are admitted, and why the others are not."""
         size = slot_bytes(session.layout.block_bytes)
         if not lacking:
             return _Answer(0)
@@ -226,7 +226,7 @@ class Stores:
         return _Answer(0, reason=decision.reason)
 
     def _limit_blocks(self, use: Use | None) -> int:
-        """Return how many leading blocks of a request are admitted at most."""
+        """Return the maximum number of leading blocks of a request to admit."""
         if use is None:
             return CHAIN_BLOCKS_MAX
         if self._depth is not None:

@@ -1,4 +1,4 @@
-"""Writes blocks from the CPU tier to the slower tiers: who triggers it, and how it ends.
+"""Writes blocks from the CPU tier to the slower tiers.
 
 Theory
 ------
@@ -7,7 +7,7 @@ tier (``WriteMode``)::
 
     Stores.complete      -> TierWrites.stored     store: at once; second_use: if used before
     UseCounter (a hit)   -> TierWrites.used       second_use
-    slots given out      -> Demotion.advance      demote, and what mode store has missed
+    slots given out      -> Demotion.advance      demote, and blocks that mode store missed
     CpuAllocator evicts  -> Demotion.hold_back    demote: the last chance of a victim
     idle tier, timer     -> Flush.advance         demote with flush_after_ns
     daemon stops         -> Flush.close           demote, persistent tiers only
@@ -19,8 +19,8 @@ tier (``WriteMode``)::
 
 Rules
 -----
-* A block is found through its parent. So once a tier was given a block, its parent is needed there
-  too, and admission is told so when the parent's turn comes.
+* A block is found through its parent. So once a block was written to a tier, its parent is needed
+  there too, and the parent's offer says so.
 * Refusals are counted here, by rule.
 """
 
@@ -47,7 +47,7 @@ _UNKNOWN_TOKENS = 64
 
 
 class TierWrites:
-    """Offers blocks to lanes, and queues those that admission takes."""
+    """Offers blocks to lanes, and queues those that admission accepts."""
 
     def __init__(self, cache: Cache, transfers: TierTransfers, admission: Admission) -> None:
         self._cache = cache
@@ -75,7 +75,7 @@ class TierWrites:
         self._admission.note_allowance(event.tier, event.bytes_per_s)
 
     def stored(self, rows: Sequence[int], now_ns: int) -> None:
-        """Offer newly published blocks of one chain to the tiers that take them at once."""
+        """Offer newly published blocks of one chain to the tiers that are written at once."""
         for lane in self._transfers.lanes.values():
             if lane.admin_state is not AdminState.ACTIVE:
                 continue
@@ -89,7 +89,7 @@ class TierWrites:
             self._wanted.pop(self._cache.index.hash_of(row), None)
 
     def used(self, keys: Keys, now_ns: int) -> None:
-        """Note that the leading blocks of a chain were used, not for the first time."""
+        """Note that the leading blocks of a chain were used again."""
         lanes = self._lanes(WriteMode.SECOND_USE)
         if not lanes:
             return
@@ -126,7 +126,7 @@ class TierWrites:
         decision = self._admission.decide(self._offer(lane, lacking, reason, now_ns))
         taken = decision.num_blocks if isinstance(decision, Admit) else 0
         self._metrics.add(ADMISSION_BLOCKS, taken, tier=name, outcome="admitted")
-        if reason is not OfferReason.LINGERING:  # it is offered again before it is evicted
+        if reason is not OfferReason.LINGERING:  # such a block is offered again before eviction
             rule = RefusalRule.FULL if isinstance(decision, Throttle) else decision.rule
             self._count_refused(lane, rule, len(lacking) - taken)
         self._transfers.write(lane, lacking[:taken], now_ns)
@@ -134,7 +134,7 @@ class TierWrites:
         return taken
 
     def lost(self, lane: TransferLane, rows: Rows, now_ns: int) -> None:
-        """Offer lost blocks that the CPU tier still has again: now, or before they are evicted."""
+        """Offer lost blocks that the CPU tier still has again, now or before their eviction."""
         index = self._cache.index
         rows = rows[index.residency(rows, TierName.CPU) == Residency.READY]
         index.flags[rows] &= ~np.uint8(WAS_DEMOTED | WAS_FLUSHED | WAS_REFUSED)
@@ -143,7 +143,7 @@ class TierWrites:
                 self.offer(lane, [row], OfferReason.STORED, now_ns)
 
     def would_take(self, lane: TransferLane, row: int, now_ns: int) -> bool:
-        """Tell whether admission would take a row at shutdown if there were room for it."""
+        """Return whether admission would take a row at shutdown if there were room for it."""
         offer = self._offer(lane, [row], OfferReason.CLOSING, now_ns, has_room=True)
         return isinstance(self._admission.decide(offer), Admit)
 
@@ -153,7 +153,7 @@ class TierWrites:
         self._admission.decide(offer)
 
     def note_needed(self, lane: TransferLane, rows: Sequence[int]) -> None:
-        """Note that the parents of rows that a tier was given are needed there."""
+        """Note that the parents of rows written to a tier are needed there."""
         if not rows or lane.tier.write is WriteMode.STORE:
             return
         index = self._cache.index

@@ -1,15 +1,15 @@
-"""Counts what became of the tokens that engines look up, in counters that add up.
+"""Counts the tokens that engines look up by how they were served, in counters that add up.
 
 Theory
 ------
-While no load is open, every token of a full block that was looked up is in one place of each line::
+While no load is open, every token of a looked-up full block is in one term of each sum::
 
     asked   = found (by tier) + absent
-    found   = left (by the decision's reason) + what may be ordered
+    found   = left (by the decision's reason) + tokens that may be ordered
     ordered = loaded (by tier) + unloaded (by why the load ended where it did)
 
-What may be ordered usually is, unless the request goes away or its engine finds another way.
-Engines count themselves what they used and what they computed::
+Those tokens usually are ordered, unless the request is aborted or its engine gets them otherwise.
+Engines themselves count the tokens that they used and computed::
 
     prompt  = used (by tier, GPU included) + computed
 

@@ -22,7 +22,7 @@ def use_of(
     traits: RequestTraits,
     num_prompt_blocks: int = -1,
 ) -> Use:
-    """Return the use that a call of a session describes."""
+    """Return the use described by a call of a session."""
     return Use(
         keys=split_hashes(hashes),
         payload_bytes=session.layout.block_bytes,
@@ -48,7 +48,7 @@ class UseCounter:
         self._counted = _Counted()
 
     def advance(self, now_ns: int) -> None:
-        """Let time pass in the history."""
+        """Advance the history's clock."""
         if self._history is not None:
             self._history.advance(now_ns)
 
@@ -67,7 +67,7 @@ class UseCounter:
         return num_known
 
     def store(self, session: str, use: Use, now_ns: int) -> None:
-        """Extend a request's chain by the blocks offered; counts it if nothing did before."""
+        """Extend a request's chain by the offered blocks; counts it if that was not done before."""
         if self._history is None or not use.keys:
             return
         if self._counted.find(session, _name(use), now_ns) is None:

@@ -1,4 +1,4 @@
-"""Output of a node: answers to calls, and work for tiers and engines."""
+"""The node's output: answers to calls, and work for tiers and engines."""
 
 from dataclasses import dataclass
 
@@ -157,7 +157,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class PinResult:
-    """How many leading blocks are kept, and why not more."""
+    """The number of leading blocks that are kept, and why no more are."""
 
     num_blocks: int
     reason: str = ""
@@ -165,7 +165,7 @@ class PinResult:
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """How many leading blocks are in the CPU tier or being read, and why not more."""
+    """The number of leading blocks in the CPU tier or being read, and why no more are."""
 
     num_ready: int
     num_coming: int
@@ -183,7 +183,7 @@ class EngineNotEmptied:
 
 @dataclass(frozen=True, slots=True)
 class TierDropped:
-    """What one tier dropped, and what it kept because it was in use until the deadline."""
+    """The blocks that one tier dropped, and those it kept because they were still in use."""
 
     tier: TierName
     num_blocks: int
@@ -227,8 +227,8 @@ class LoadUpdate:
     tiers: tuple[TierName, ...]
     end: str = ""
     num_blocks: int = 0
-    """Blocks that the lease was made for; a load from the back starts with the last one. 0 if as
-    many as requested."""
+    """Number of blocks that the lease was made for; a load from the back starts with the last one.
+    0: as many as requested."""
 
 
 Action = CallReply | LoadUpdate | Read | Write | ExistsQuery | Purge | EmptyEngineTier

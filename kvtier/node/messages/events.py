@@ -1,4 +1,4 @@
-"""Input of a node: calls from clients, completions from tiers, requests of operators, and time.
+"""The node's input: calls from clients, completions from tiers, requests of operators, and time.
 
 Calls carry a ``call`` number chosen by the driver; exactly one ``CallReply``, or one final
 ``LoadUpdate``, answers each.
@@ -94,7 +94,7 @@ class Register(Event):
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRequest:
-    """A request that waits for its turn, or that the engine serves from its own GPU tier."""
+    """A request that is queued, or that the engine serves from its own GPU tier."""
 
     traits: RequestTraits
     tenant: bytes
@@ -145,7 +145,7 @@ class Load(ChainCall):
 
 @dataclass(frozen=True, slots=True)
 class Release(Event):
-    """Ends a load's lease. ``call`` is None if nobody waits for the answer.
+    """Ends a load's lease. ``call`` is None if no caller waits for the answer.
 
     ``corrupt`` lists blocks whose bytes failed their check, as indexes in the order announced.
     """
@@ -232,7 +232,7 @@ class Warm(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReadDone(Event):
-    """A read ended: for each block its checksum or the reason of its miss; or ``fault`` for all."""
+    """A read ended, with the checksum or miss reason of each block, or ``fault`` for all."""
 
     transfer: int
     results: tuple[bytes | MissReason, ...]
@@ -253,7 +253,7 @@ class WriteDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExistsQueryDone(Event):
-    """A shared tier told which blocks it may have; empty if it did not answer."""
+    """A shared tier reported which blocks it may have; empty if it did not answer."""
 
     query: int
     present: tuple[bool | None, ...]
@@ -290,7 +290,7 @@ class MarkUnverified(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksVerified(Event):
-    """A shared tier was asked for unverified blocks; ``hashes`` are joined."""
+    """A shared tier was queried for unverified blocks; ``hashes`` are joined."""
 
     tier: TierName
     hashes: bytes
@@ -335,7 +335,7 @@ class ForgetRows(Event):
 
 @dataclass(frozen=True, slots=True)
 class SetWriteAllowance(Event):
-    """Limits writes to a tier for the time being; None removes the limit."""
+    """Limits the writes to a tier until further notice; None removes the limit."""
 
     tier: TierName
     bytes_per_s: float | None

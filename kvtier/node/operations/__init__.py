@@ -1,1 +1,1 @@
-"""What operators and announced requests ask for: drop, pin, warm, attach, watch."""
+"""Operations of operators and announced requests: drop, pin, warm, attach, watch."""

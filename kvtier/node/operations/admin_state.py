@@ -2,14 +2,14 @@
 
 Theory
 ------
-A tier is detached in steps, so that nothing is lost needlessly. First nothing new is read or
-written, and what is in flight ends (``DETACHING``). Then the tier is given up (``DETACHED``), and
+A tier is detached in steps, so that nothing is lost needlessly. First no new reads or
+writes start, and those in flight end (``DETACHING``). Then the tier is given up (``DETACHED``), and
 its blocks are forgotten, a range of rows at a time, since there may be millions. Transfers that
 still hang are orphaned: they keep their slots, which they may yet touch, and their completions have
-no effect, because the store is no longer ours.
+no effect, because the device is no longer ours.
 
 A tier that is attached counts as empty until all its contents have been reported; only then is it
-read. So it does not matter what another daemon did to the store meanwhile.
+read. So it does not matter what another daemon wrote to the device meanwhile.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ __all__ = ["AdminStates"]
 
 
 class AdminStates:
-    """Changes the states of lanes, and keeps the index true to them."""
+    """Changes the states of lanes, and keeps the index consistent with them."""
 
     def __init__(self, cache: Cache, transfers: TierTransfers, loads: Loads) -> None:
         self._cache = cache
@@ -61,7 +61,7 @@ class AdminStates:
         lane.tier, lane.is_up = event.settings, True
 
     def forget(self, event: ForgetRows, _now_ns: int) -> None:
-        """Forget which of a range of rows a detached tier held."""
+        """Forget that a detached tier held the blocks in a range of rows."""
         assert self._transfers.lanes[event.tier].admin_state is AdminState.DETACHED
         index = self._cache.index
         rows = np.arange(event.first_row, min(event.end_row, index.extent))
@@ -78,7 +78,7 @@ class AdminStates:
         index.move(rows, event.tier, Residency.UNVERIFIED)
 
     def recovered(self, event: BlocksRecovered) -> None:
-        """Record blocks that a tier was found to hold; other tiers may have some of them."""
+        """Record blocks found in a tier; other tiers may have some of them."""
         index = self._cache.index
         rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
         is_new = rows < 0

@@ -5,7 +5,7 @@ Theory
 A block must not come back after a drop: not with a write that was in flight, not read up from a
 tier that is emptied later, not by a store that began before the drop and ends after it. So from its
 first step to its answer a drop *closes* its tiers to the selected blocks. Closed blocks are not
-served and do not come in; those on their way in leave as soon as they have arrived. The CPU tier
+served or accepted; those that are being written leave as soon as they have arrived. The CPU tier
 drops unused blocks at once; a slower tier is purged when none of the blocks is being written to it.
 Blocks still held at the deadline are counted as kept, and are no longer served.
 """
@@ -51,12 +51,12 @@ class _Pending:
     done: dict[TierName, TierDropped] = field(default_factory=dict)
     purging: set[TierName] = field(default_factory=set)
     orders: dict[int, str] = field(default_factory=dict)
-    """Unanswered commands to empty engine tiers, with the sessions that owe an answer."""
+    """Unanswered commands to empty engine tiers, with their sessions."""
     gpu: Removed = field(default_factory=Removed)
     keeping: list[EngineNotEmptied] = field(default_factory=list)
     """Engines that did not empty their own tier."""
     cpu: Removed = field(default_factory=Removed)
-    """What left the CPU tier at once."""
+    """Blocks that left the CPU tier at once."""
     held: Keys = field(default_factory=lambda: as_keys(b""))
     """Blocks that could not leave at once, because they were being read or filled."""
     held_bytes: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
@@ -124,7 +124,7 @@ class Drops:
                 drop.report(event.tier, event.removed, error=event.fault)
 
     def detached(self, tier: TierName) -> None:
-        """Note that a tier was detached: what it holds when it comes back is not part of a drop.
+        """Note that a tier was detached: the blocks it comes back with are not part of a drop.
 
         This also holds if the tier was emptied before: the owner of the device may write to it, and
         it may come back with new blocks before the answer, which then must not say that it is

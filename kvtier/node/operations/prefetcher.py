@@ -1,6 +1,6 @@
 """Prefetches blocks into the CPU tier before they are requested, and keeps them there.
 
-Announced requests have their blocks kept and prefetched until their turn; operators pin and warm
+The blocks of an announced request are kept and prefetched until its turn; operators pin and warm
 chains. Prefetch reads have the lowest priority: a worker takes one only when no load is waiting. A
 load that needs the same block joins the read. Prefetching never evicts a more valuable block,
 except for announced requests, whose share is bounded by the budget of ``Retention``.
@@ -46,7 +46,7 @@ class _Wanted:
 
 
 class Prefetcher:
-    """Answers pins and warms, and acts on announcements and hints of requests."""
+    """Handles pins, warms and announced requests."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Prefetcher:
         """Rows queued or being read; reads of some may have ended since."""
 
     def pin(self, event: PinBlocks, now_ns: int) -> PinResult:
-        """Keep a chain for the time that the operator asks for, or unpin it."""
+        """Keep a chain for as long as the operator asks, or unpin it."""
         block_bytes = self._block_bytes(event.key_space, event.hashes)
         if not block_bytes:
             return PinResult(0, "unknown")
@@ -117,7 +117,7 @@ class Prefetcher:
             del self._waiting[name]
 
     def advance(self, now_ns: int) -> None:
-        """Expire claims, and prefetch more for announced requests as room comes free."""
+        """Expire claims, and prefetch more for announced requests as room becomes free."""
         self._retention.expire(now_ns)
         while self._waiting and self._room_bytes() > 0:
             name = next(iter(self._waiting))
@@ -166,7 +166,7 @@ class Prefetcher:
         return "" if is_sure or self._beats_next(row, size) else "worth"
 
     def _beats_next(self, row: int, size: int) -> bool:
-        """Tell whether a block is worth more than the next victim of its size."""
+        """Return whether a block is worth more than the next victim of its size."""
         cache = self._cache
         victims = cache.eviction.next_victims(cache.index, cache.slots, size, 1)
         if self._history is None or not len(victims):
@@ -184,7 +184,7 @@ class Prefetcher:
         return int(self._cache.slots.reserved_bytes * PREFETCH_ARENA_SHARE) - held_bytes
 
     def _block_bytes(self, key_space: bytes, hashes: bytes) -> int:
-        """Return the block size of a key space, 0 if neither an engine nor a block tells it."""
+        """Return the block size of a key space, 0 if neither an engine nor a block is known."""
         known = self._block_bytes_of(key_space)
         if known:
             return known

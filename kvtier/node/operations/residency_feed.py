@@ -1,14 +1,14 @@
-"""Residency feeds: report the blocks of a key space in each tier, and all changes, to watchers.
+"""Residency feeds: report the blocks of a key space in each tier, and all changes, to clients.
 
 Theory
 ------
-A feed is read at its reader's pace. It starts with the blocks that are there, a range of index rows
-at a time. Changes of rows that were reported already are queued in order; other rows are reported
-later as they are by then. So a reader that takes each change as "is there now" or "is gone now"
+A feed is read at its reader's pace. It starts with the present blocks, a range of index rows at a
+time. Changes of rows that were reported already are queued in order; other rows are reported later,
+in their state at that time. So a reader that takes each change as "is there now" or "is gone now"
 ends with the state of the index, whenever it reads.
 
 The queue of a slow reader is bounded: beyond the bound the feed discards it and starts again, so a
-reader may be behind, but is never wrong. Without watchers it costs nothing.
+reader may be behind, but is never wrong. Without readers there is no cost.
 
 A tier that is out counts as empty: nothing can be loaded from it.
 """
@@ -50,7 +50,7 @@ class ResidencyFeed:
         self.begin()
 
     def begin(self) -> None:
-        """Start again: discard what was reported, and report everything that is there."""
+        """Start again: discard what was reported, and report all present blocks."""
         self._waiting.clear()
         self._waiting.append(RESYNC)
         self._num_waiting = 0
@@ -72,7 +72,7 @@ class ResidencyFeed:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether there is more to take."""
+        """Return whether there is more to take."""
         return bool(self._waiting) or self._next_row is not None
 
     def take(self) -> list[ResidencyChange]:
@@ -87,7 +87,7 @@ class ResidencyFeed:
         return taken
 
     def _look(self, first: int) -> list[ResidencyChange]:
-        """Return the state of the next rows in each tier."""
+        """Return the blocks in the next rows, by tier."""
         index, end = self._index, min(first + FEED_ROWS_AT_ONCE, self._index.extent)
         self._next_row = end if end < index.extent else None
         rows: Rows = np.arange(first, end)
@@ -101,7 +101,7 @@ class ResidencyFeed:
 
 
 class ResidencyFeeds:
-    """All feeds of a node. Listens to the index while there are any."""
+    """All open feeds of a node. Listens to the index while there are any."""
 
     def __init__(self, index: BlockIndex, is_up: Callable[[TierName], bool]) -> None:
         self._index = index
@@ -109,7 +109,7 @@ class ResidencyFeeds:
         self._feeds: list[ResidencyFeed] = []
 
     def open(self, key_space: bytes, on_news: Callable[[], None]) -> ResidencyFeed:
-        """Return a new feed, which starts with all blocks that are there."""
+        """Return a new feed, which starts with all present blocks."""
         if not self._feeds:
             self._index.add_listener(self._moved)
         feed = ResidencyFeed(self._index, key_space, self._is_up, on_news)

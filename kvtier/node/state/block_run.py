@@ -1,4 +1,4 @@
-"""Finds the run of a chain that tiers can serve: which blocks, from where, and why it ends."""
+"""Finds the run of a chain that tiers can serve, with the tiers of each block and why it ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _SOURCES = tuple(
     tuple(tier for tier, is_there in zip(LOWER_TIERS, reversed(bits), strict=True) if is_there)
     for bits in product((False, True), repeat=len(LOWER_TIERS))
 )
-"""For each bit mask the tiers that have a block, fastest first."""
+"""By bit mask, the tiers that have a block, fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ def find_run(
 
 
 def has_repeats(hashes: bytes) -> bool:
-    """Tell whether joined hashes contain a block twice."""
+    """Return whether joined hashes contain a block twice."""
     return len(set(split_hashes(hashes))) < len(hashes) // HASH_BYTES
 
 
 def chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
-    """Return what is wrong with a chain from a client, or an empty string."""
+    """Return the error in a chain from a client, or an empty string."""
     if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
         return f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
     num_blocks = len(hashes) // HASH_BYTES

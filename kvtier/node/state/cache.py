@@ -4,10 +4,10 @@ Rules
 -----
 * A row has a slot exactly when it is not absent from the CPU tier, and a checksum exactly when it
   is ready there, or was until it was condemned.
-* A slot is claimed (``CpuAllocator``), its bytes are copied, then it is published or abandoned; in
-  between nobody reads it.
+* A slot is claimed (``CpuAllocator``), its bytes are copied, then it is published or abandoned; it
+  is not read in between.
 * A pinned block is not evicted.
-* An *expelled* block is no longer served, and leaves when nobody reads or fills its slot.
+* An *expelled* block is no longer served, and leaves once its slot is neither read nor filled.
 """
 
 from collections.abc import Sequence
@@ -57,12 +57,12 @@ class Cache:
         self.num_claims = 0
         """Slots claimed so far."""
         self.closed: list[Selection] = []
-        """Selections being dropped: their blocks are not served, and none comes in."""
+        """Selections being dropped: their blocks are neither served nor accepted."""
         self.expelled: set[int] = set()
         """Rows that leave when they are unpinned, or written."""
 
     def is_closed(self, scope: Scope) -> bool:
-        """Tell whether a scope's blocks are being dropped from the CPU tier."""
+        """Return whether a scope's blocks are being dropped from the CPU tier."""
         return any(each.has(scope.key_space, scope.tenant) for each in self.closed)
 
     def note_loaded(self, rows: Rows) -> None:
@@ -117,7 +117,7 @@ class Cache:
         return [row for row in rows if row not in expelled]
 
     def abandon(self, row: int) -> None:
-        """Take a claimed row's slot back; the row is forgotten if no other tier has it."""
+        """Free a claimed row's slot; the row is forgotten if no other tier has it."""
         assert self.state(row, TierName.CPU) == Residency.WRITING
         self._vacate(row)
 
@@ -151,7 +151,7 @@ class Cache:
         return index.selected(rows, selection)
 
     def expel(self, rows: Rows) -> None:
-        """Stop serving rows; each leaves when nobody holds or fills it."""
+        """Stop serving rows; each leaves once it is neither held nor filled."""
         for row in rows.tolist():
             if self.state(row, TierName.CPU) == Residency.READY:
                 self._expel_ready(row)
@@ -188,7 +188,7 @@ class Cache:
             self._expel_ready(row)
 
     def is_held(self, row: int) -> bool:
-        """Tell whether a row has a slot that it cannot leave now."""
+        """Return whether a row has a slot that cannot be freed now."""
         state = self.state(row, TierName.CPU)
         return state != Residency.ABSENT and (
             state != Residency.READY or bool(self.index.pins[row] > 0)
@@ -203,7 +203,7 @@ class Cache:
         return self.index.cell(row, tier)
 
     def lacks(self, row: int, tier: TierName) -> bool:
-        """Tell whether a row may have to be written to a tier: absent there, or unverified."""
+        """Return whether a row may have to be written to a tier: absent there, or unverified."""
         return self.state(row, tier) in {Residency.ABSENT, Residency.UNVERIFIED}
 
     def checksum(self, row: int) -> bytes:

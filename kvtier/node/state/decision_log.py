@@ -1,4 +1,4 @@
-"""The log of recent decisions: what was decided about each request, and how it turned out.
+"""The log of recent decisions about requests, and their outcomes.
 
 ``explain`` reads it. An engine usually reports the outcome of a decision within seconds. Outcomes
 that come late, twice, or for another engine's decision are ignored.
@@ -34,7 +34,7 @@ class LoggedDecision:
     session: str
     engine: str
     at_ns: int
-    """Time by the node's clock, which means nothing outside."""
+    """Time by the node's clock, which has no meaning elsewhere."""
     ask: PlanRequest
     plan: RestorePlan
     found: tuple[tuple[TierName, int], ...] = ()
@@ -51,7 +51,7 @@ class LoggedDecision:
 
     @property
     def is_cold(self) -> bool:
-        """Tell whether the whole prompt was computed."""
+        """Return whether the whole prompt was computed."""
         return (
             self.outcome is not None
             and not self.outcome.tiers
@@ -83,7 +83,7 @@ class DecisionLog:
         return self._next_number - 1
 
     def add(self, decision: LoggedDecision) -> None:
-        """Add a decision; the oldest ones make room for it."""
+        """Add a decision; the oldest ones are removed to make room."""
         self._by_number[decision.number] = decision
         self._num_bytes += len(decision.hashes)
         if decision.request_id:
@@ -115,7 +115,7 @@ class DecisionLog:
         return self._by_number.get(number)
 
     def add_missed(self, number: int, fate: Fate, num_blocks: int) -> None:
-        """Record that blocks which a decision counted on did not arrive."""
+        """Record that blocks expected by a decision did not arrive."""
         decision = self._by_number.get(number)
         if decision is not None:
             missed = {**decision.missed, fate: decision.missed.get(fate, 0) + num_blocks}

@@ -1,8 +1,8 @@
 """Queues reads of a tier: each row once, with loads taking turns.
 
-First come, first served would let one long load hold up fifty short ones. So each load has its own
+First come, first served would let one long load delay fifty short ones. So each load has its own
 line, and a transfer takes the next rows of one line; then it is the next load's turn. A row that
-many loads wait for is in all their lines, and is read as soon as the first of them gets to it. A
+many loads wait for is in all their lines, and is read when the first of them gets to it. A
 load that wants smaller transfers gets several of them in one turn.
 """
 
@@ -21,12 +21,12 @@ class ReadQueue:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._queued: dict[int, tuple[int, int]] = {}
-        """For each row the time it was queued first, and its size."""
+        """By row, the time when it was first queued, and its size."""
         self._lines: OrderedDict[int, deque[int]] = OrderedDict()
-        """For each load its rows, in the order of turns; some may have been read or cancelled."""
+        """Rows by load, in the order of turns; some may have been read or cancelled."""
 
         self._limits: dict[int, int] = {}
-        """For loads that want smaller transfers, the most rows taken at once."""
+        """By load that wants smaller transfers, the maximum number of rows per transfer."""
         self._turn = (BACKGROUND, 0)
         """The load whose turn it is, and how many rows it has had of it."""
 
@@ -47,7 +47,7 @@ class ReadQueue:
         self._lines.setdefault(load, deque()).append(row)
 
     def limit(self, load: int, count: int) -> None:
-        """Give a load no more than ``count`` rows at once, until it is forgotten."""
+        """Limit a load to ``count`` rows at once, until it is forgotten."""
         assert count > 0, "a turn has at least one row"
         self._limits[load] = count
 

@@ -3,11 +3,10 @@
 Listens to the index, through which all moves of blocks go. Arrivals are reported in batches: a
 store publishes block by block, and a call costs as much for one block as for fifty. Departures are
 reported at once, after all earlier arrivals. Blocks found on a disk at the start are reported when
-a request names them: there may be millions, and most are never requested again.
+they are requested: there may be millions, and most are never requested again.
 
-If no request has named a block's parent, the index knows it: a block that the history does not know
-is adopted with its parent from the index. So both agree however a block came to a tier: by a store,
-a prefetch, another node, or a disk that was attached.
+A block that the history does not know is adopted with its parent from the index. So both agree
+however a block came to a tier: by a store, a prefetch, another node, or an attached disk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ class ResidencyListener:
         self._num_arrived = 0
         """Number of rows in ``_arrivals``."""
         self._fate = Fate.EVICTED
-        """Why blocks leave their tiers now."""
+        """The reason given for blocks that leave a tier now."""
         if history is not None:
             index.add_listener(self._moved)
 
@@ -53,9 +52,9 @@ class ResidencyListener:
                 self._enter(self._history, tier, np.concatenate(came))
 
     def num_restored(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain some tier has, if any tier was found not empty.
+        """Return how many leading blocks of a chain some tier has.
 
-        Returns 0 otherwise: then the history knows all blocks anyway.
+        Returns 0 if every tier was empty when opened: the history then knows all blocks.
         """
         if not self._index.num_restored:
             return 0
@@ -70,7 +69,7 @@ class ResidencyListener:
             self._enter(self._history, tier, rows[~needs_adoption])
 
     def report_found(self, keys: Sequence[bytes]) -> None:
-        """Report in which tiers the blocks are that a request has just named.
+        """Report the tiers of the blocks of a new request.
 
         Needed only for blocks found at the start; others are reported on arrival.
         """

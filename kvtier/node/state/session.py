@@ -3,8 +3,8 @@
 A session is bound to a ticket: the connection over which the client got the arena. When the kernel
 closes that connection, the client's process is gone and cannot touch the arena any more, so all its
 leases end at once. A client that merely hangs keeps its connection: its load leases expire at their
-deadline (it is told so, and discards what it copied), while the slots of its unfinished stores stay
-reserved, since it may still be writing to them.
+deadline (it is notified, and discards what it copied), while the slots of its unfinished stores
+stay reserved, since it may still be writing to them.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ __all__ = ["EngineReport", "Leased", "LoadLease", "RequestCounters", "Session", 
 
 @dataclass(slots=True)
 class RequestCounters:
-    """Counters of one engine since it registered; rates are taken from two readings."""
+    """Counters of one engine since it registered; rates are computed from two readings."""
 
     requests: int = 0
     """Lookups answered; engines do not look up requests that the GPU tier holds whole."""
@@ -67,7 +67,7 @@ class EngineReport:
 
 @dataclass(slots=True)
 class Leased:
-    """What the loads of one engine hold; a block shared by several of them counts once."""
+    """The rows that one engine's loads hold; a row shared by several loads counts once."""
 
     counts: Counter[int] = field(default_factory=Counter)
     """Number of leases that hold each row."""
@@ -137,7 +137,7 @@ class Session:
     transport: str
     pid: int
     lease_ns: int
-    """Lease time as of registration, on which the client relies."""
+    """Lease time at registration, which the client relies on."""
     can_split: bool = False
     """Whether the engine can compute the front of a prompt while the back is loaded."""
     rank: int = 0
@@ -152,7 +152,7 @@ class Session:
 
     @property
     def is_of_first_rank(self) -> bool:
-        """Tell whether requests are counted for this rank; their tokens span all ranks."""
+        """Return whether requests are counted for this rank; their tokens span all ranks."""
         return self.rank == 0
 
     @property

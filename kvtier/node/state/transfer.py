@@ -1,8 +1,8 @@
 """Transfers between the arena and the slower tiers: queued, bounded, reads before writes.
 
 A block queued for writing or being written is pinned in the CPU tier; one being read is in state
-writing there. Either way nobody else uses its slot until the transfer completes, no matter how
-late: a thread that hangs in a disk keeps its slots. A transfer past its deadline makes its tier
+writing there. Either way its slot is not reused until the transfer completes, no matter how late: a
+thread that hangs in a disk operation keeps its slots. A transfer past its deadline makes its tier
 count as stuck, and nothing more is sent to it.
 """
 
@@ -42,7 +42,7 @@ class InFlightTransfer:
     """Transfers of the same direction in flight when it started, itself included."""
     num_bytes: int
     is_overdue: bool = False
-    """Whether it was already seen to be past its deadline, so that it is reported once."""
+    """Whether it was already reported as past its deadline."""
 
 
 @dataclass(slots=True)
@@ -70,27 +70,27 @@ class TransferLane:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether nothing is queued or in flight."""
+        """Return whether nothing is queued or in flight."""
         return not (self.reads or self.writes or self.in_flight)
 
     def is_closed(self, scope: Scope) -> bool:
-        """Tell whether a scope's blocks are being dropped from the tier."""
+        """Return whether a scope's blocks are being dropped from the tier."""
         selections = self.closed if self.purging is None else [*self.closed, self.purging]
         return any(each.has(scope.key_space, scope.tenant) for each in selections)
 
     def is_working(self, now_ns: int) -> bool:
-        """Tell whether the tier is attached, up, and has no overdue transfer."""
+        """Return whether the tier is attached, up, and has no overdue transfer."""
         is_late = any(f.deadline_ns <= now_ns for f in self.in_flight.values())
         return self.admin_state is not AdminState.DETACHED and self.is_up and not is_late
 
     def is_usable(self, now_ns: int) -> bool:
-        """Tell whether more may be read from the tier."""
+        """Return whether more may be read from the tier."""
         return self.admin_state in {AdminState.ACTIVE, AdminState.READ_ONLY} and self.is_working(
             now_ns
         )
 
     def takes_writes(self, now_ns: int) -> bool:
-        """Tell whether more may be written to the tier."""
+        """Return whether more may be written to the tier."""
         return self.admin_state is AdminState.ACTIVE and self.is_working(now_ns)
 
 
@@ -160,7 +160,7 @@ class TierTransfers:
             lane.writes[row] = now_ns
 
     def pump(self, now_ns: int) -> list[Read | Write]:
-        """Start what free workers can take, reads first. One worker is kept for reads."""
+        """Start transfers on free workers, reads first. One worker is reserved for reads."""
         actions: list[Read | Write] = []
         for lane in self.lanes.values():
             if not lane.is_working(now_ns):
@@ -259,7 +259,7 @@ class TierTransfers:
         return min((f.deadline_ns for f in in_flight if not f.is_overdue), default=None)
 
     def is_way_down(self, now_ns: int) -> bool:
-        """Tell whether stored blocks go on to a slower tier without a second use."""
+        """Return whether stored blocks go on to a slower tier without a second use."""
         return any(
             lane.tier.write is not WriteMode.SECOND_USE and lane.takes_writes(now_ns)
             for lane in self.lanes.values()

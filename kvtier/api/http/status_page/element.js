@@ -18,8 +18,8 @@ export const html = (tag, attributes = {}, ...children) => (
 export const svg = (tag, attributes = {}, ...children) => (
   filled(document.createElementNS(SVG, tag), attributes, children));
 
-// Makes the children of `parent` equal to `nodes`, changing only what differs, so that a selection
-// and the reading position stay.
+// Makes the children of `parent` equal to `nodes`, changing only differences, so that a selection
+// and the scroll position stay.
 export function show(parent, ...children) {
   const nodes = children.filter((child) => child !== null).map(asNode);
   const before = [...parent.childNodes];

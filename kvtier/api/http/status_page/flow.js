@@ -41,7 +41,7 @@ const NARROW = {
 };
 
 const LENGTH = 84;
-const SLOWEST = 1024; // bytes a second: below this an arrow is as thin as it gets
+const SLOWEST = 1024; // bytes per second; below this an arrow has its minimum width
 const UNIT_WIDTH = 2.2; // for each factor of ten above it
 
 const TURNS = { right: 0, down: 90, left: 180, up: 270 };

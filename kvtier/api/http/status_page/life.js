@@ -15,8 +15,8 @@ const LEFT = new Error("the page is hidden");
 const element = (id) => document.getElementById(id);
 
 let timer = 0;
-let asking = null; // the question on its way
-let last = null; // { at, told }: the last document, and when it came
+let asking = null; // the request in flight
+let last = null; // { at, told }: the time of the last document, and the document
 let awaySince = null;
 let isPaused = false;
 
@@ -67,7 +67,7 @@ function miss(error, askedAt) {
   awaySince ??= askedAt;
   document.title = "no data · kvtier";
   const since = `since ${clock(awaySince)}`;
-  // A TypeError is what fetch throws where nobody listens; its words say no more than that.
+  // fetch throws a TypeError if nothing listens; its message has no details.
   say("away", error instanceof TypeError
     ? `no answer ${since}` : `no data ${since}: ${error.message}`);
 }

@@ -99,7 +99,7 @@ function spark(values, most, label) {
     const y = height - 1 - (most ? (Math.max(0, value) / most) * (height - 3) : 0);
     const start = isDrawing ? "L" : "M";
     isDrawing = true;
-    // A value between two that are not known is a dot.
+    // A value between two unknown ones is drawn as a dot.
     const x = (place * step).toFixed(1);
     return `${start}${x} ${y.toFixed(1)}${start === "M" ? "h0.01" : ""}`;
   }).join("");
@@ -117,13 +117,13 @@ function tiers({ tiers: all, tokens }) {
       html("b", { class: `key ${name}` }, named(name)),
       html("span", { class: `state is-${word(tier.state)}` }, stated(tier.state)),
     ];
-    // What is not known is no zero.
+    // Unknown values are not zero.
     if (tier.state === "unknown") return [...head, null, null, null, null, null];
     return [
       ...head,
       html("span", { class: "gauge" }, bar(size, [[full, name]]), html("span", {}, size)),
       count(tier.blocks), count(tier.tokens),
-      // What the GPU tier had is its engine's own account.
+      // Engines count the tokens in the GPU tier themselves.
       count(tokens.found[name] ?? tier.hit_tokens), optional(tokens.loaded[name], count),
     ];
   });
