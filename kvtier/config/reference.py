@@ -127,7 +127,7 @@ def _property(name: str, field: FieldInfo) -> _Schema:
         kinds.append({"enum": list(choices_of(field))})
     if (
         is_optional(field) and kind_of(name, field) is not ValueKind.PATH
-    ):  # a path may be empty as it is
+    ):  # a path may be empty anyway
         kinds.append({"const": ""})
     found: _Schema = {"description": f"{field.description} {extra['reason']}"}
     if field.default is not PydanticUndefined:

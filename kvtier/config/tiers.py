@@ -89,7 +89,7 @@ class TierSection(Section):
         """
         return self.model_copy(update={self.file_backed_key: value})
 
-    def eviction_policy(self, cpu_policy: str) -> str:  # others follow it
+    def eviction_policy(self, cpu_policy: str) -> str:  # some tiers follow it
         """Return the tier's eviction policy if the CPU tier uses ``cpu_policy``."""
         return "lru"
 

@@ -161,7 +161,7 @@ KIND_CHARACTERS_MAX = 32
 """Length of a request's ``kind``."""
 
 PRIORITY_MAX = 1000
-"""Highest priority of a request; more levels than anybody needs."""
+"""Highest priority of a request: more levels than anybody needs."""
 
 GAP_MAX_S = 30 * 86_400
 """Longest gap or time to live that a client may give: a month, longer than any tier below the SSD
@@ -174,7 +174,7 @@ DECISIONS_MAX = 4096
 """Decisions remembered for explanations: some minutes of a busy node, and 8 MB."""
 
 DECISIONS_BYTES_MAX = 32 << 20
-"""Chains of these requests: 8 KiB each, which is a prompt of 32,000 tokens."""
+"""Size of the chains of these requests: 8 KiB each, a prompt of 32,000 tokens."""
 
 COLD_TIMES_MAX = 65_536
 """Prompts whose measured compute time is kept for comparison with restores: 10 MB."""

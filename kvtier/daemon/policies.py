@@ -16,8 +16,8 @@ from kvtier.core.slow_tier import WriteMode
 __all__ = ["Policies", "policies"]
 
 _COPY_DELAY_SHARE = 0.1
-"""Share of the time an engine takes to copy a block out that delays its requests. It copies between
-steps or beside them; this is a guess on the safe side."""
+"""Share of an engine's time to copy a block out that delays its requests. It copies between steps
+or during them; this is a conservative guess."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class Supervisor:
     def kill(self) -> None:
         """End the engine within a second, in which it notifies its clients; from any thread."""
         with contextlib.suppress(OSError):  # no engine is running
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)  # in case it still loads
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)  # if it is still loading
             signal.pidfd_send_signal(self._descriptor, signal.SIGQUIT)
             ending = select.poll()  # select() does not support descriptors beyond 1023
             ending.register(self._descriptor, select.POLLIN)

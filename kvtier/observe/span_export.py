@@ -29,7 +29,7 @@ _PERIOD_S = 1.0
 
 def open_tracer(service: str) -> tuple[Tracer, "SpanQueue"]:
     """Return a tracer and its queue, configured by the ``OTEL_*`` variables."""
-    # It would log every attempt; the queue counts lost spans.
+    # The exporter would log every attempt; the queue counts lost spans.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service)})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -13,7 +13,7 @@ on.
 
 Rules
 -----
-* Off unless configured: then nothing is imported, and a step costs one check of ``is_on``.
+* Off unless configured. While off, nothing is imported, and a step costs one check of ``is_on``.
 * Spans contain numbers, ids and our own words: no prompts, tokens or salts.
 * Spans that the collector does not accept are lost and counted: see ``span_export``.
 """

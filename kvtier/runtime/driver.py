@@ -36,7 +36,7 @@ from kvtier.tiers.host import HostArena
 __all__ = ["Driver", "TierWork"]
 
 _ORDERS_MAX = 64
-"""Commands that an engine may leave unanswered; more are not sent, and their drops say so."""
+"""Maximum number of unanswered commands of an engine; more are not sent; drops report that."""
 
 _BROKEN_PAUSE_S = 0.1
 """Pause after an event that raised in the node, so that a recurring one does not spin."""

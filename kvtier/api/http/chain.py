@@ -122,7 +122,7 @@ class RecentPrompts:
             num_common = _num_common(tokens, each)
             if num_common == len(tokens):
                 is_seen = True
-            elif num_common >= longest:  # of several, the latest
+            elif num_common >= longest:  # of equal ones, the latest
                 longest, other = num_common, each
         return NearestPrompt(is_seen, longest, other)
 

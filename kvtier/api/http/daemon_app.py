@@ -84,7 +84,7 @@ _FILES: Mapping[str, tuple[str, str]] = {
 }
 
 _HEADERS: Mapping[str, str] = {
-    "cache-control": "no-store",  # after an upgrade the page is that of the daemon it shows
+    "cache-control": "no-store",  # so that the page matches its daemon after an upgrade
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -138,7 +138,7 @@ class StatusCache:
 
         try:
             self._loop.call_soon_threadsafe(create)
-        except RuntimeError as error:  # it is closed
+        except RuntimeError as error:  # the loop is closed
             raise _unavailable("the daemon has stopped") from error
         self._asked, self._asked_s = asyncio.wrap_future(answer), time.monotonic()
         self._asked.add_done_callback(self._keep)

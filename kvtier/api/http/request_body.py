@@ -1,8 +1,8 @@
 """Request bodies of the two OpenAI calls, checked field by field.
 
 Parameters of OpenAI's API that this server does not implement are ignored if they cannot change the
-answer. The others are refused unless they have the value that changes nothing. Unknown parameters
-are refused, because they may be misspelled.
+answer. The others are refused unless they have a value that changes nothing. Unknown parameters are
+refused, because they may be misspelled.
 """
 
 import asyncio

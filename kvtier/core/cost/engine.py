@@ -40,7 +40,7 @@ _FIRST_TAIL = 2.0
 _CHUNK_GUESS = 512
 _WAITING_MAX = 10**8
 _RUNNING_MAX = 10**5
-"""An engine that reports more work than this is not believed."""
+"""Larger values in an engine's reports are capped at these."""
 
 
 @dataclass(frozen=True, slots=True)

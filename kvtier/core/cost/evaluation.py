@@ -116,7 +116,7 @@ def _awaited(
 ) -> Mapping[TierName, int]:
     """Return the tiers that the request waited for: those that fell short, else the slowest."""
     planned = request.by_tier(plan.num_blocks)
-    if not plan.is_split:  # otherwise it was computed instead
+    if not plan.is_split:  # in a split, late blocks are computed instead
         late = {
             tier: count - restored.get(tier, 0)
             for tier, count in planned.items()

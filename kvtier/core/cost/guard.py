@@ -82,7 +82,7 @@ class TierGuard:
                 guarded.closed_ns, guarded.trial_ns = now_ns, None
             elif len(guarded.gains) == _OUTCOMES and not any(gain < 0 for gain in guarded.gains):
                 guarded.pause_ns = _PAUSE_NS
-        elif guarded.trial_ns is not None:  # otherwise decided before it closed
+        elif guarded.trial_ns is not None:  # else decided before the tier closed
             guarded.trial_ns = None
             if gain > -_LOSS:
                 guarded.closed_ns = None

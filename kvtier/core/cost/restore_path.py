@@ -196,7 +196,7 @@ class RestorePaths:
             yield min(end, most)
         if self.wait_s > 0:
             yield self.blocks_within(self.wait_s, most)
-        # Rests of one step: the smallest one that pays, and a full one.
+        # Remainders of one step: the smallest one that pays off, and a full step.
         tokens = max(self._request.block_tokens, 1)
         for rest in (self._speed.knee_tokens, float(self._speed.chunk)):
             yield min(int((self._end - self._first - rest) // tokens), most)

@@ -22,7 +22,7 @@ NO_ROW = -1
 """The row before a root, or of a block that is not remembered."""
 
 ORPHAN = -2
-"""The parent of a block that is only known as a parent itself."""
+"""The parent of an orphan: a block that is known only as the parent of others."""
 
 FATES: Sequence[Fate] = tuple(Fate)
 """Fates by their number in the ``fate`` column."""

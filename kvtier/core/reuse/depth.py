@@ -7,9 +7,9 @@ counted by depth. Heads of prompts come back with every request, tails with the 
 Keeping a depth pays if the reuses, times what each saves, exceed the cost of storing;
 ``max_offload_tokens`` is the end of the deepest such depth.
 
-A block that was just stored had no time to come back, so stores count a quarter of an hour later.
+A block that was just stored had no time to be reused, so stores count a quarter of an hour later.
 Reuse is also seen for blocks that were refused, because a history remembers every request: the
-limit of a class rises again once its tails come back. Both counts decay, by half in an hour.
+limit of a class rises again once its tails are reused. Both counts decay, by half in an hour.
 
 Nothing is limited without evidence: a class without it has the limit of its kind, or none if there
 is no evidence for the kind either.
@@ -158,7 +158,7 @@ class DepthCurves:
         """Number of requests of each recent tenant."""
 
     def note(self, use: Use, num_reused_blocks: int, now_ns: int) -> None:
-        """Count one request: its first ``num_reused_blocks`` came back, the others are new."""
+        """Count one request: its first ``num_reused_blocks`` are reused, the others are new."""
         tenant_key, kind_key = self._keys_of(use, is_counted=True)
         for key in {tenant_key, kind_key}:
             curve = self._curve(key, now_ns)

@@ -31,13 +31,13 @@ _VALUES = 4096
 """Number of half octaves of value: far more than a double's exponent needs."""
 
 _BELOW_SHARE = 1 - 2.0**-40
-"""Factor of a worth: less than that of its equals, and no less than any other."""
+"""Factor for runs that a slower tier has: just below runs of equal worth, above all others."""
 
 _PUTS_MIN = 4096
 """Below this, sweeping gains nothing."""
 
 Walk = Generator[tuple[float, int], bool | None, None]
-"""Yields (score, row); the caller may send whether the block was taken."""
+"""Yields (score, row); the caller may send whether the block was evicted."""
 
 _Entry = tuple[float, int, int]
 """Score and ticket of a run, and its bucket."""
@@ -76,8 +76,8 @@ class _Floors(dict[int, float]):
 class Density:
     """Expected value of hits per second held; ``values`` are those of the runs, in half octaves.
 
-    Of runs with equal worth, those with blocks in a slower tier go first, because they are not
-    lost; ``below`` has the number of blocks of each run in the slower tiers.
+    Of runs with equal worth, those with blocks in a slower tier are evicted first, because they
+    are not lost; ``below`` has the number of blocks of each run in the slower tiers.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class EvictionQueue:
                 self._sweep()
 
     def walk(self, is_spared: Callable[[int], bool] | None = None) -> Walk:
-        """Yield the blocks to evict, least worth first, each as if those before it were gone.
+        """Yield the blocks to evict, least worth first, assuming that each is evicted.
 
         If the caller sends False, the block stays, and none of its ancestors is proposed. The same
         applies to a row for which ``is_spared`` is true. Changes nothing.
@@ -201,7 +201,7 @@ class EvictionQueue:
         is_spared: Callable[[int], bool] | None,
         fronts: list[_Entry],
     ) -> Walk:
-        """Yield the blocks of one run from its tail on, until one cannot go."""
+        """Yield the blocks of one run from its tail on, up to the first that cannot be evicted."""
         blocks, runs = self._blocks, self._runs
         score, run = entry[0], runs.find(entry[1])
         if run == NONE:
@@ -226,7 +226,7 @@ class EvictionQueue:
             row = parent
 
     def _reveal(self, row: int, child_run: int, gone: dict[int, int], fronts: list[_Entry]) -> None:
-        """Examine the run of a block again if its last child elsewhere has gone."""
+        """Examine the run of a block again if its last child in another run was evicted."""
         if row < 0 or not self._blocks.tiers[row] & self._bit:
             return
         run = int(self._blocks.run[row])
@@ -352,7 +352,7 @@ class EvictionQueues:
     def next_out(
         self, tier: TierName, size: int, is_spared: Callable[[int], bool]
     ) -> Generator[int, None, None]:
-        """Yield the index rows of the next victims for slots of a size, as if all before had gone.
+        """Yield the index rows of the next victims for slots of a size, assuming each is evicted.
 
         Rows for which ``is_spared`` is true stay.
         """

@@ -35,7 +35,7 @@ class Runs:
         """Unique name of the run, increasing with time; 0 if the number is free."""
         self.touched_ns = array("q")
         self.ghost_ns = array("q")
-        """Time since when no tier holds a block of it; 0 if one does."""
+        """Time since which no tier has held a block of the run; 0 if one does."""
         self.first = array("i")
         """Position of its first block in the chain."""
         self.end = array("i")

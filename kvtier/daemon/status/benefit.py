@@ -1,4 +1,4 @@
-"""The policy, cost and worth sections of the status document."""
+"""Creates the policy, cost and worth sections of the status document."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -70,7 +70,7 @@ class CpuAllocator:
         return num_taken
 
     def _make_room(self, size: int, mark: int, num_wanted: int) -> bool:
-        """Evict until at least one slot of ``size`` is free; False if nothing can go now."""
+        """Evict until at least one slot of ``size`` is free; False if nothing can be evicted."""
         slots = self.cache.slots
         slabs_of = {each: slots.num_slabs_of(each) for each in slots.sizes()}
         oldest_ns = self._now_ns - SIZE_KEPT_NS

@@ -2,8 +2,8 @@
 
 Theory
 ------
-Every write goes through ``TierWrites.offer``. What differs is the trigger, by the write mode of the
-tier (``WriteMode``)::
+Every write goes through ``TierWrites.offer``. Its trigger depends on the write mode of the tier
+(``WriteMode``)::
 
     Stores.complete      -> TierWrites.stored     store: at once; second_use: if used before
     UseCounter (a hit)   -> TierWrites.used       second_use

@@ -96,7 +96,7 @@ class Drops:
         return actions + self.advance(now_ns)
 
     def advance(self, now_ns: int) -> list[Action]:
-        """Take the steps that have become possible, or that the deadline demands."""
+        """Take the steps that are possible now, or that the deadline forces."""
         actions: list[Action] = []
         for drop in list(self._pending):
             is_overdue = now_ns >= drop.event.deadline_ns - DROP_GRACE_NS

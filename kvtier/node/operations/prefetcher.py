@@ -184,7 +184,7 @@ class Prefetcher:
         return int(self._cache.slots.reserved_bytes * PREFETCH_ARENA_SHARE) - held_bytes
 
     def _block_bytes(self, key_space: bytes, hashes: bytes) -> int:
-        """Return the block size of a key space, 0 if neither an engine nor a block is known."""
+        """Return the block size of a key space, 0 if no engine or block of it is known."""
         known = self._block_bytes_of(key_space)
         if known:
             return known

@@ -28,7 +28,7 @@ class ReadQueue:
         self._limits: dict[int, int] = {}
         """By load that wants smaller transfers, the maximum number of rows per transfer."""
         self._turn = (BACKGROUND, 0)
-        """The load whose turn it is, and how many rows it has had of it."""
+        """The load whose turn it is, and how many rows it has taken in this turn."""
 
     def __len__(self) -> int:
         return len(self._queued)

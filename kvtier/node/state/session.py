@@ -23,7 +23,7 @@ class RequestCounters:
     """Counters of one engine since it registered; rates are computed from two readings."""
 
     requests: int = 0
-    """Lookups answered; engines do not look up requests that the GPU tier holds whole."""
+    """Lookups answered; engines do not look up requests that are completely in the GPU tier."""
     prompt_tokens: int = 0
     gpu_tokens: int = 0
     """Prompt tokens that the engine had in its GPU tier."""
