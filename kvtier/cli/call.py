@@ -29,7 +29,7 @@ Target = Path | RemoteDaemon
 _HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):\d{1,5}")
 _START_REMEDY = "start it with `kvtier serve`, or pass --connect"
 _STATUS_TIMEOUT_S = 1.0
-"""With the time to start, within the two seconds that a script may wait for an answer."""
+"""With startup, within the two seconds that a script may wait for an answer."""
 
 _DETAILS_MAX = 300
 _CA_BYTES_MAX = 1 << 20

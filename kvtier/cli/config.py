@@ -23,7 +23,7 @@ __all__ = ["add_options", "run"]
 
 _TIMEOUT_S = 2.0
 _RELOAD_TIMEOUT_S = 20.0
-"""A reload in progress has to finish first, and each may wait seconds for a file."""
+"""A reload in progress must finish first, and each may wait seconds for a file."""
 
 _DEFAULT = "default"
 
@@ -116,7 +116,7 @@ def _is_served(socket: Path) -> bool:
 
 
 def _located(error: StartError, config: Config) -> StartError:
-    """Add the source of the value."""
+    """Add the source of the rejected value to an error."""
     problem = f"{error.problem} ({config.source_of(error.field)})"
     return StartError(error.field, problem, error.remedy)
 

@@ -126,7 +126,7 @@ def _serve(
     *,
     is_alone: bool,
 ) -> None:
-    """Load the model, then serve until told to stop."""
+    """Load the model, then serve until stopped."""
     tenants = _tenants(config)
     loaded = _load(config.engine, path)
     from prometheus_client import CollectorRegistry, ProcessCollector

@@ -1,4 +1,4 @@
-"""``kvtier explain``: shows what is cached of a prompt, what was decided about a request, and why.
+"""``kvtier explain``: shows what is cached of a prompt, and what was decided for a request and why.
 
 The text has 80 columns, in this order: what is cached, what is missing and why, what was decided,
 and how it turned out.
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is known; exit code 2 if nothing is."""
+    """Print what is known; exit code 2 if nothing is known."""
     request_id: str | None = options.request
     if request_id is None and not has_prompt(options):
         raise StartError(

@@ -1,4 +1,4 @@
-"""Numbers and lines for people; the status page formats numbers in the same way (number.js)."""
+"""Formats numbers and lines for people; the status page uses the same formats (number.js)."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

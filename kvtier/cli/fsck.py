@@ -179,7 +179,7 @@ def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
     """Let the daemon verify its whole SSD tier, and print the result; returns the exit code.
 
     Loads go first, so this is slow on a busy node. Damaged blocks are quarantined; nothing else
-    needs a repair, since they can be stored again at once. Raises StartError.
+    needs repair, since they can be stored again at once. Raises StartError.
     """
     seen, num_quarantined = call_daemon(target, lambda stub: _follow(stub, timeout_s))
     if is_json:

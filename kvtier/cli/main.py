@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if called and called[0] in _SERVERS:
         block_hangups()  # the imports take a second
     try:
-        from kvtier.cli.commands import make_parser  # here an interrupt prints no traceback
+        from kvtier.cli.commands import make_parser  # imported here: Ctrl-C prints no traceback
 
         options = make_parser(called).parse_args(words)
         code: int = options.run(options)

@@ -61,12 +61,12 @@ class HashedPrompt:
 
     @property
     def num_blocks(self) -> int:
-        """Number of full blocks."""
+        """Return the number of full blocks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
     def chain(self) -> pb.Chain:
-        """The hashes as a message."""
+        """Return the hashes as a message."""
         return pb.Chain(tenant=self.tenant, hashes=self.hashes)
 
 
@@ -101,8 +101,8 @@ def prompt_from(
 ) -> HashedPrompt:
     """Return the block hashes of the prompt on the command line. Raises StartError.
 
-    ``daemon`` is the path of the daemon's socket. If it is given, the engine is asked over its own
-    Unix socket beside it, where it also answers what only operators may see.
+    ``daemon`` is the path of the daemon's socket. If it is given, the engine is queried over its
+    own Unix socket beside it, where it also returns what only operators may see.
     """
     if not has_prompt(options):
         raise StartError("--prompt", "no prompt", "pass one of --prompt, --messages or --tokens")

@@ -1,7 +1,7 @@
 """The two meanings of SIGHUP: the terminal has closed, or an operator wants a reload.
 
 Without a controlling terminal (systemd, setsid, most containers), only operators send it. A process
-started by nohup, with SIGHUP ignored, outlives its terminal.
+started by nohup ignores SIGHUP and outlives its terminal.
 """
 
 import os

@@ -115,7 +115,7 @@ def stat_text(document: _Document) -> str:
 
 
 def _benefit(worth: _Document) -> Iterator[str]:
-    """Yield the time that restoring saved and lost, and the decisions."""
+    """Yield the time that restoring saved and lost, and the counts of decisions."""
     saved_s, lost_s, measured_s = worth["saved_s"], worth["lost_s"], worth["saved_measured_s"]
     saved, lost = format_seconds(saved_s), format_seconds(lost_s)
     net_s = saved_s - lost_s

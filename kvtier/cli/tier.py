@@ -1,4 +1,4 @@
-"""``kvtier tier``: lists the tiers; drains, detaches and attaches one while requests run."""
+"""``kvtier tier``: lists tiers, or drains, detaches or attaches one while requests run."""
 
 import argparse
 import json

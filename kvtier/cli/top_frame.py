@@ -73,7 +73,7 @@ def render_frame(view: StatusView, size: WindowSize, hint: str = "") -> _Lines:
 
 
 def _body(now: _Document, size: WindowSize, most: int) -> _Lines:
-    """Return everything below the benefit, in up to ``most`` lines."""
+    """Return everything below the benefit line, in up to ``most`` lines."""
     lately = now["grown"]["lately"]
     gap = [Text()] if size.lines >= _ROOMY_LINES else []
     lines = [*gap, *_tiers(now, size), *gap, *_flows(lately, size)]
@@ -229,7 +229,7 @@ def _request(request: _Document, columns: Sequence[int]) -> Text:
         format_elapsed(request["age_s"]),
         format_count(request["prompt_tokens"]),
         format_count(sum(restored.values())) if restored else "-",
-        f" {tiers[-1]}" if tiers else "",  # the slowest, which determines the wait
+        f" {tiers[-1]}" if tiers else "",  # the slowest tier, which determines the wait
         request["reason"],
         format_seconds(first_s) if first_s is not None else "-",
         _saved(saved_s, request["cold_s"]) if tiers and saved_s is not None else "-",

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the reads; exit code 1 unless all blocks are in the CPU tier or on their way."""
+    """Start the reads; exit code 1 unless all blocks are in the CPU tier or in flight."""
     target = target_from(options)
     prompt = prompt_from(options)
     request = pb.WarmRequest(

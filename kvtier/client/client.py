@@ -1,4 +1,4 @@
-"""The client of an engine: looks up, loads and stores blocks, and fails open.
+"""An engine's client: looks up, loads and stores blocks, and fails open.
 
 While there is no daemon, or it was too slow a moment ago, every call raises ``DaemonUnavailable``
 at once, and the engine recomputes. See ``keeper`` for how the client finds its daemon.
@@ -8,19 +8,20 @@ How to write a connector
 For each request, call in this order:
 
 1. ``announce`` the request when it arrives, with all full blocks of its prompt, even if it needs
-   none of them. The daemon counts uses by it, and promotes what will be needed.
+   none of them. The daemon counts uses from it, and promotes blocks that will be needed.
 2. ``lookup`` when the request is about to be scheduled, for the blocks that the engine's own tier
    lacks.
 3. ``load`` as many of them as the plan says, and wait no longer than it says. Copy each block
-   before asking for the next. Compute what does not arrive. An engine that has to know what it will
-   get before it allocates memory calls ``hold`` first, and then loads what was held.
+   before asking for the next. Compute what does not arrive. An engine that must know what it will
+   get before it allocates memory calls ``hold`` first, then loads what was held.
 4. ``store`` full blocks once they are computed, those of the prompt and of the answer.
-5. ``note_outcome`` once the first token is there, if there was a plan; and ``announce`` the request
-   as over when it ends.
+5. ``note_outcome`` after the first token, if there was a plan; and ``announce`` the request as over
+   when it ends.
 
-Besides, call ``note_steps`` with the durations of the engine's steps. kvtier works without any of
-this, but decides with less knowledge: without 1 it counts uses at lookups only, without steps it
-does not know the cost of computing, without outcomes it cannot tell whether it helped.
+Also call ``note_steps`` with the durations of the engine's steps. kvtier works without this and
+without 1 and 5, but decides with less knowledge: without 1 it counts uses only at lookups, without
+step durations it does not know the cost of computing, and without outcomes it cannot tell whether
+it helped.
 
 ``lookup``, ``hold``, ``load``, ``store`` and ``clear`` wait for the daemon, at most until their
 deadlines, and raise ``DaemonUnavailable``; the engine then computes. ``announce`` and the ``note_``
@@ -71,7 +72,7 @@ _CLEAR_SHARE = 0.9
 
 
 class Client:
-    """Use ``start`` first and ``close`` at the end. Calls may come from any thread."""
+    """An engine's connection to its daemon, from ``start`` to ``close``. Thread-safe."""
 
     def __init__(  # noqa: PLR0913 - what an engine is made of; all but three have defaults
         self,
@@ -88,16 +89,16 @@ class Client:
         watch: OnChanges | None = None,
         pin: ArenaPin | None = None,
     ) -> None:
-        """``socket_path`` is where the daemon listens, as ``find_socket`` takes it.
+        """``socket_path`` is where the daemon listens; ``find_socket`` may replace the default.
 
         ``own_tier`` reports the usage of the engine's own tier. ``drop`` empties that tier, or
         returns why it cannot and what would; it may raise TimeoutError if the engine is too busy,
-        which the operator is then told. ``flops`` is the cost of the model, used until steps were
-        measured. ``can_split``: the engine can compute the front of a prompt while the back is
+        which is reported to the operator. ``flops`` is the cost of the model, used until steps have
+        been measured. ``can_split``: the engine can compute the front of a prompt while the back is
         loaded. If several ``rank``s serve a request together, each with a client, the request is
-        counted for rank 0. ``watch`` is called, on a thread of the client, with what the daemon's
-        tiers hold of the key space and with every change. ``pin`` is called with every newly mapped
-        arena, so that the device can register it.
+        counted for rank 0. ``watch`` is called, on a thread of the client, with the blocks of the
+        key space in the daemon's tiers and with every change. ``pin`` is called with every newly
+        mapped arena, so that the device can register it.
         """
         self.deadlines = deadlines or ClientDeadlines()
         opener = partial(
@@ -114,14 +115,14 @@ class Client:
         )
 
     def start(self) -> None:
-        """Start to look for the daemon; returns at once.
+        """Start looking for the daemon; returns at once.
 
         If no thread can be started, closes itself and raises RuntimeError.
         """
         self._keeper.start()
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """Wait until there is a session; False if there is none in time."""
+        """Wait for a session; returns False on timeout."""
         return self._keeper.wait_attached(timeout_s)
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class Client:
 
     @property
     def session(self) -> str:
-        """Return the session's name; empty without one."""
+        """Return the session's name; empty without a session."""
         link = self._keeper.link
         return link.session if link else ""
 
@@ -143,7 +144,7 @@ class Client:
         """Announce new requests and report the ids of finished ones.
 
         Returns at once: they are sent within some milliseconds, many in one call. If no daemon is
-        attached, or it is too slow, they are lost, oldest first. A request that is looked up at
+        attached, or it is too slow, they are dropped, oldest first. A request that is looked up at
         once need not be announced.
         """
         if not self.is_attached:
@@ -161,9 +162,9 @@ class Client:
     ) -> FoundBlocks:
         """Look up the blocks from ``first`` on: which can be loaded, and how many are worth it.
 
-        ``load`` is what the engine has to do before this request: with it the daemon can tell
-        whether restoring would make the request wait longer than computing. Raises CallRefused for
-        invalid traits.
+        ``load`` is the engine's work ahead of this request, from which the daemon can tell whether
+        restoring would delay the request more than computing. Raises CallRefused for invalid
+        traits.
         """
         if fault := self._warn_about(traits):
             raise CallRefused(fault)
@@ -200,7 +201,7 @@ class Client:
         is_held: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[LoadedBlock | str]:
-        """Yield verified blocks from ``first`` on as they arrive, then why there are no more.
+        """Yield verified blocks from ``first`` on as they arrive, then the reason for the end.
 
         Blocks come in chain order, or ``from_back`` from the last one down. ``is_held``: another
         client holds them and has counted the load. ``decision`` is the number of the plan, 0
@@ -235,7 +236,7 @@ class Client:
     ) -> HeldBlocks:
         """Promote the blocks from ``first`` on into the CPU tier and lease them until loaded.
 
-        For an engine that must know what it will get before it allocates memory. Waits like
+        For engines that must know what they will get before they allocate memory. Waits like
         ``load``, verifies each block, and keeps what arrived even if the load fell short.
         """
         timeout_s = self.deadlines.load_s if timeout_s is None else timeout_s
@@ -263,9 +264,9 @@ class Client:
     ) -> int:
         """Offer the blocks from ``first`` on; ``fill`` gets a slot for each that is accepted.
 
-        Returns how many leading blocks the daemon has now, stored or present before. If ``fill``
-        raises, nothing of this store is kept. Blocks from ``num_prompt_blocks`` on hold generated
-        tokens; -1: none does. Raises CallRefused for invalid traits.
+        Returns how many of the leading blocks the daemon has now, newly stored or present before.
+        If ``fill`` raises, nothing of this store is kept. Blocks from ``num_prompt_blocks`` on hold
+        generated tokens; -1: none does. Raises CallRefused for invalid traits.
         """
         if fault := self._warn_about(traits):
             raise CallRefused(fault)
@@ -321,8 +322,8 @@ class Client:
     def clear(self, timeout_s: float) -> str:
         """Remove every block of the key space, of all tenants and from every tier.
 
-        Returns why some are left, or an empty string. Unless some are left none comes back, not
-        even with a store that began earlier.
+        Returns why some are left, or an empty string. If none are left, none come back, not even
+        from a store that began earlier.
         """
         deadline_ms = int(timeout_s * _CLEAR_SHARE * 1000)
         with self._keeper.lend() as link, rpc_faults():
@@ -330,7 +331,7 @@ class Client:
             return link.stub.Clear(request, timeout=timeout_s).error
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Record step durations and the current load; they go out with the next report.
+        """Record step durations and the current load for the next report.
 
         Returns at once. A report is sent once a second and carries a bounded number of steps, the
         newest ones.
@@ -340,7 +341,7 @@ class Client:
     def note_outcome(self, outcome: PlanOutcome) -> None:
         """Record how a restore plan turned out. Returns at once.
 
-        The outcome of a plan of an earlier daemon is dropped.
+        Outcomes of an earlier daemon's plans are dropped.
         """
         self._keeper.outbox.note_outcome(outcome)
 

@@ -1,8 +1,8 @@
 """Keeps a client's link to its daemon: attaches, serves the daemon's orders, and reconnects.
 
-A keeper thread makes the link and replaces it when it breaks: because the daemon ended, was
-replaced, or asked to register again. A daemon that starts later, or again, is found without any
-action. While there is no link, or the daemon was too slow a moment ago, ``lend`` raises
+A keeper thread opens the link and replaces it when it breaks: because the daemon ended, was
+replaced, or asked the client to register again. A daemon that starts later, or restarts, is found
+automatically. While there is no link, or the daemon was too slow a moment ago, ``lend`` raises
 ``DaemonUnavailable`` at once.
 """
 
@@ -29,20 +29,20 @@ __all__ = ["ChangeForwarder", "LinkKeeper"]
 _log = Log("kvtier.client")
 
 _CLOSE_TIMEOUT_S = 5.0
-"""How long ``close`` waits for running calls; each of them has a shorter timeout."""
+"""How long ``close`` waits for running calls, each of which has a shorter timeout."""
 
 _ABSENT_PERIOD_NS = 5 * 60 * 10**9
-"""Between two log lines about a missing daemon: an engine may run without one for days."""
+"""Interval of log lines about a missing daemon: an engine may run without one for days."""
 
 _REFUSED_PAUSE_S = 5.0
 """Pause after a refusal: it usually takes a change by an operator."""
 
 _GATHER_S = 0.003
-"""Announcements within this time go in one call: a thousand requests a second then take about three
+"""Announcements within this time share a call: a thousand requests per second then take about three
 hundred calls, and promotions for a request are not delayed noticeably."""
 
 _REPORT_PERIOD_S = 1.0
-"""Between two reports: a change of load or speed shows within seconds."""
+"""Interval of reports: a change of load or speed shows within seconds."""
 
 
 class ChangeForwarder:
@@ -54,12 +54,12 @@ class ChangeForwarder:
         self._source: object = None
 
     def begin(self, source: object) -> None:
-        """Forward one source, and no longer the one before."""
+        """Start forwarding a source and stop forwarding the previous one."""
         with self._lock:
             self._source = source
 
     def follow(self, source: object, batches: Iterable[Sequence[ResidencyChange]]) -> None:
-        """Forward what a source sends until it ends, or is no longer the current one."""
+        """Forward a source's changes until it ends or is no longer the current source."""
         for changes in batches:
             with self._lock:
                 if self._source is not source:
@@ -67,7 +67,7 @@ class ChangeForwarder:
                 self._on_changes(changes)
 
     def end(self, source: object) -> None:
-        """Invalidate all that a source has sent, if it is the current one."""
+        """Invalidate everything that a source has sent, if it is the current source."""
         with self._lock:
             if self._source is source:
                 self._source = None
@@ -75,7 +75,7 @@ class ChangeForwarder:
 
 
 class LinkKeeper:
-    """Use ``start`` first and ``close`` at the end. Calls may come from any thread."""
+    """Keeps a link to the daemon from ``start`` to ``close``. Thread-safe."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class LinkKeeper:
         return self._link
 
     def start(self) -> None:
-        """Start to look for the daemon; returns at once.
+        """Start looking for the daemon; returns at once.
 
         If no thread can be started, closes itself and raises RuntimeError.
         """
@@ -130,7 +130,7 @@ class LinkKeeper:
             raise
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """Wait until there is a session; False if there is none in time."""
+        """Wait for a session; returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link is not None, timeout_s)
 
@@ -147,7 +147,7 @@ class LinkKeeper:
 
     @contextmanager
     def lend(self, **ids: object) -> Iterator[DaemonLink]:
-        """Lend the link; a link whose call fails is broken, and a slow daemon gets a pause.
+        """Lend the link for one call; an unanswered call breaks it, a slow one pauses all calls.
 
         ``ids`` identify the call in the log.
         """
@@ -204,14 +204,14 @@ class LinkKeeper:
             except RegistrationRefused as error:
                 self._absences.warning("the daemon refused this engine", error=error)
                 pause_s = _REFUSED_PAUSE_S
-            except Exception:  # whatever it is, keep looking for the daemon
+            except Exception:  # keep looking for the daemon whatever happens
                 self.warnings.exception("the session failed", socket=self._socket_path)
                 with self._changed:
                     self._link = None
             self._is_closing.wait(pause_s)
 
     def _attach(self) -> DaemonLink:
-        """Attach to the nearest daemon, and from then on to whichever serves at that path."""
+        """Attach to the daemon that is found, and later to any daemon at the same path."""
         if not self._was_attached:
             self._socket_path = find_socket(self._given_path)
         link = self._open_link(self._socket_path)
@@ -219,7 +219,7 @@ class LinkKeeper:
         return link
 
     def _serve(self, link: DaemonLink) -> None:
-        """Lend out a link until it breaks, then close it once nobody uses it any more."""
+        """Lend a link until it breaks, then close it once it is unused."""
         over = threading.Event()
         closer = threading.Thread(target=self._populate_and_close, args=(link, over), daemon=True)
         try:
@@ -255,9 +255,9 @@ class LinkKeeper:
             link.is_broken.wait()
 
     def _populate_and_close(self, link: DaemonLink, over: threading.Event) -> None:
-        """Populate a link's arena, and close the link once it is ``over`` and nobody uses it.
+        """Populate a link's arena, and close the link once it is ``over`` and unused.
 
-        On a thread of its own: until then a copy, or a device, may use the arena.
+        Runs on its own thread: until then a copy, or a device, may use the arena.
         """
         try:
             with self._continuing("populating"):
@@ -269,14 +269,14 @@ class LinkKeeper:
             link.close()
 
     def _serve_orders(self, link: DaemonLink) -> None:
-        """Follow the daemon's orders; when their stream ends, the link is broken."""
+        """Carry out the daemon's orders; when their stream ends, the link is broken."""
         with self._continuing("orders"):
             for order in link.drop_orders():
                 try:
                     removed, own = self._drop(), self._own()
                 except TimeoutError:
                     self.warnings.warning("the engine was too busy to empty its tier")
-                except Exception:  # the daemon tells the operator that there was no answer
+                except Exception:  # the daemon reports the missing answer to the operator
                     self.warnings.exception("the engine could not empty its tier")
                 else:
                     link.answer(order, removed, own, self._deadlines.store_s)
@@ -288,7 +288,7 @@ class LinkKeeper:
             self._forwarder.follow(link, link.changes())
         except DaemonUnavailable:
             link.is_broken.set()
-        except Exception:  # stores and loads go on
+        except Exception:  # stores and loads continue
             self.warnings.exception("changes of residency are not followed any more")
             with self._continuing("watching"):
                 self._forwarder.end(link)
@@ -302,7 +302,7 @@ class LinkKeeper:
                 self._send_report()
 
     def _send_report(self) -> None:
-        """Send it in a frame of its own: a thread that waits must not keep a link alive."""
+        """Send a report. A separate method, so that the waiting thread refers to no link."""
         measured = self.outbox.take_measured()
         if measured or self._own_tier:
             own = self._own()
@@ -316,7 +316,7 @@ class LinkKeeper:
                 self._send_announced()
 
     def _send_announced(self) -> None:
-        """Send them in a frame of its own, like a report."""
+        """Send announcements. A separate method for the same reason as ``_send_report``."""
         batch = self.outbox.take_announced()
         with self.lend() as link:
             link.announce(batch, self._deadlines.store_s)

@@ -1,7 +1,7 @@
 """A registered session with one daemon: its channel, its arena, and the calls of its own threads.
 
-A link is used until something fails; then it is closed and another one is made. Every call has a
-timeout, and every failure is raised as ``DaemonUnavailable``.
+A link is used until something fails; then it is closed and replaced. Every call has a timeout, and
+every failure is raised as ``DaemonUnavailable``.
 """
 
 import contextlib
@@ -40,18 +40,18 @@ from kvtier.wire.convert import (
 __all__ = ["DaemonLink", "chain_to_wire", "open_link", "rpc_faults"]
 
 _CONNECT_TIMEOUT_S = 2.0
-"""Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
+"""Enough for a busy daemon's first answer; meanwhile the engine recomputes."""
 
 _LEASE_MARGIN_S = 0.5
 """Copying stops this long before a lease ends, or half the lease if that is less."""
 
 _CHANNEL_OPTIONS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
-"""Streams are read by the thread that iterates over them. With gRPC's own reader thread, a process
-that may not start more threads would have a channel on which every stream, and close, hangs."""
+"""Streams are read by the thread that iterates over them. With gRPC's own reader thread, every
+stream, and close, would hang in a process that cannot start more threads."""
 
 
 class DaemonLink:
-    """One session. Calls may come from several threads."""
+    """One session with a daemon. Thread-safe."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class DaemonLink:
         self.protocol = reply.protocol
         lease_s = reply.lease_ms / 1000
         self.lease_s = lease_s - min(_LEASE_MARGIN_S, lease_s / 2)
-        """How long a lease is certain to hold after its load, in seconds."""
+        """Seconds for which a lease certainly holds after its load."""
         self.stub = engine_pb2_grpc.EngineStub(quiet_channel(channel))
         self._channel = channel
         self._space = space
         self.is_broken = threading.Event()
-        """Set, by any thread, once the link cannot be used any more."""
+        """Set by any thread once the link cannot be used any more."""
         self.num_users = 0
-        """Calls that use the link; guarded by the lock of whoever counts them."""
+        """Calls that use the link; guarded by the keeper's lock."""
 
     def view(self, offset: int) -> memoryview:
         """Return the arena slot of one block at ``offset``."""
@@ -111,10 +111,10 @@ class DaemonLink:
             self.stub.Announce(request, timeout=timeout_s)
 
     def report(self, own: OwnTier, measured: MeasuredBatch, timeout_s: float) -> None:
-        """Report the engine's own tier, and what was measured."""
+        """Report the usage of the engine's own tier, and measurements."""
         request = self._report_of(own)
         for step in measured.steps:
-            with contextlib.suppress(ValueError):  # one that no message can carry
+            with contextlib.suppress(ValueError):  # one that does not fit into a message
                 request.steps.append(step_to_wire(step))
         for outcome in measured.outcomes:
             with contextlib.suppress(ValueError):
@@ -212,7 +212,7 @@ def open_link(
 
 
 def chain_to_wire(tenant: bytes, hashes: Sequence[BlockHash]) -> pb.Chain:
-    """Return a chain as a message, cut at the daemon's bound: blocks beyond it are never kept."""
+    """Return a chain as a message, cut at the daemon's limit: blocks beyond it are never kept."""
     return pb.Chain(tenant=tenant, hashes=b"".join(hashes[:CHAIN_BLOCKS_MAX]))
 
 
@@ -221,16 +221,16 @@ _FAULTS: Mapping[grpc.StatusCode, type[DaemonUnavailable]] = {
     grpc.StatusCode.INVALID_ARGUMENT: CallRefused,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CallRefused,
 }
-"""What a status code says about the daemon. Any other one breaks the link."""
+"""Exceptions by status code. Any other status breaks the link."""
 
 
 @contextlib.contextmanager
 def rpc_faults() -> Iterator[None]:
-    """Raise gRPC's exceptions as kvtier's own."""
+    """Convert gRPC's exceptions to kvtier's."""
     try:
         yield
     except grpc.RpcError as error:
-        call = cast("grpc.Call", error)  # what a channel raises is both
+        call = cast("grpc.Call", error)  # errors raised by channels are also calls
         if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise RegistrationRefused(call.details()) from error
         kind = _FAULTS.get(call.code(), DaemonUnavailable)

@@ -20,11 +20,10 @@ from kvtier.wire.convert import purpose_to_wire, tier_from_wire
 __all__ = ["HeldBlocks", "OpenLoad"]
 
 _DAEMON_SHARE = 0.9
-"""Share of a load's time after which the daemon reports how far it got; the rest is for its last
-message to arrive."""
+"""Share of a load's time after which the daemon ends it; in the rest, its last message arrives."""
 
 _RELEASE_TIMEOUT_S = 0.1
-"""For a release after the load's own time is over; then it continues in the background."""
+"""Wait for a release after the load's deadline; it then continues in the background."""
 
 _BACKGROUND_RELEASE_TIMEOUT_S = 5.0
 
@@ -66,7 +65,7 @@ class OpenLoad:
         now_s = time.monotonic()
         self._deadline_s = now_s + timeout_s
         self.good_until_s = now_s + timeout_s * _DAEMON_SHARE + link.lease_s
-        """The lease holds at least until then, on the monotonic clock."""
+        """The lease holds at least until this time on the monotonic clock."""
         request = pb.LoadRequest(
             session=link.session,
             chain=chain_to_wire(tenant, hashes),
@@ -82,7 +81,7 @@ class OpenLoad:
             )
 
     def blocks(self) -> Iterator[LoadedBlock | str]:
-        """Yield verified blocks as they arrive, then the reason why there are no more.
+        """Yield verified blocks as they arrive, then the reason for the end.
 
         A block is good only once the next item was requested and arrived. If the lease ran out
         while the caller copied, this raises DaemonSlow instead, and the copy must not be used.
@@ -179,7 +178,7 @@ class OpenLoad:
 class HeldBlocks:
     """Verified blocks that stay in the arena until they are released or ``good_until_s``.
 
-    They do not keep their link in use: if it breaks, or the daemon ends, the lease is gone with it.
+    They do not keep their link in use: if it breaks, or the daemon ends, the lease ends as well.
     """
 
     def __init__(
@@ -190,9 +189,9 @@ class HeldBlocks:
         release: Callable[[], None],
     ) -> None:
         self.tiers = tiers
-        """The tier that each block came from, from the first one asked for on."""
+        """The tier that each block came from, starting at the first requested block."""
         self.end = end
-        """Why there are no more."""
+        """Why no more blocks are held."""
         self.good_until_s = good_until_s
         """When the lease may end, on the monotonic clock."""
         self._release: Callable[[], None] | None = release

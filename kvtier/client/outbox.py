@@ -1,10 +1,10 @@
-"""Queues what a client has yet to send to its daemon; a thread of the client sends it.
+"""Queues of a client's announcements and measurements, which its threads send to the daemon.
 
 Rules
 -----
 * Adding never waits and never fails: the queues are bounded, and the oldest entries are dropped.
-* An announcement is withdrawn if the lookup of its request comes first: that says the same.
-* What is valid for one daemon only, requests and decisions, is dropped with the session.
+* An announcement is withdrawn if its request is looked up first, which announces it as well.
+* Entries valid for one daemon only (requests and decisions) are dropped with the session.
 """
 
 import threading
@@ -26,12 +26,12 @@ from kvtier.core.request import RequestTraits
 __all__ = ["AnnouncedBatch", "Announcement", "MeasuredBatch", "Outbox"]
 
 _CALLS_MAX = 64
-"""Calls whose announcements may wait; more pile up only while the daemon is slow."""
+"""Limit of queued announcements, in calls; more accumulate only while the daemon is slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A new request, of whose leading blocks the engine has ``first`` itself."""
+    """A new request; the engine itself has its ``first`` leading blocks."""
 
     traits: RequestTraits
     tenant: bytes
@@ -41,7 +41,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedBatch:
-    """The new requests and the ids of finished ones that one call can carry."""
+    """New requests and the ids of finished ones, as many as fit into one call."""
 
     requests: list[Announcement] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class MeasuredBatch:
 
 
 class Outbox:
-    """May be used from any thread."""
+    """Bounded queues of announcements and measurements. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -99,7 +99,7 @@ class Outbox:
             return not self._is_closed
 
     def take_announced(self) -> AnnouncedBatch:
-        """Take what one call may carry, oldest first."""
+        """Take as much as fits into one call, oldest first."""
         batch, num_bytes = AnnouncedBatch(), 0
         with self._changed:
             while self._requests and len(batch.requests) < ANNOUNCED_MAX:
@@ -125,7 +125,7 @@ class Outbox:
             self._outcomes.append(outcome)
 
     def take_measured(self) -> MeasuredBatch:
-        """Take everything that goes into a report."""
+        """Take the measurements for the next report."""
         with self._changed:
             taken = MeasuredBatch(list(self._steps), list(self._outcomes), self._load)
             self._steps.clear()
@@ -134,7 +134,7 @@ class Outbox:
         return taken
 
     def begin_session(self) -> None:
-        """Drop what is valid for the last daemon only."""
+        """Drop entries that are valid for the previous daemon only."""
         with self._changed:
             self._requests.clear()
             self._by_id.clear()

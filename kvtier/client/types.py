@@ -20,8 +20,8 @@ __all__ = [
 
 _WAIT_SHARE = 1.2
 _WAIT_MARGIN_S = 0.05
-"""The daemon ends a planned load by itself. The client gives up a fifth and this much later, for a
-daemon that does not answer; with less, a busy machine would look like a slow daemon."""
+"""The daemon ends a planned load itself. In case it does not, the client gives up after the planned
+wait times ``_WAIT_SHARE`` plus this; with less, a busy machine would look like a slow daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class ClientDeadlines:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """A verified block in the arena: copy it before asking for the next."""
+    """A verified block in the arena. Copy it before asking for the next one."""
 
     index: int
     """The block's position in its chain."""
     tier: TierName
     payload: memoryview
     good_until_s: float = math.inf
-    """A copy that was finished by then, on the monotonic clock, may be used at once."""
+    """A copy finished by this time on the monotonic clock may be used at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class FoundBlocks:
     """The answer to a lookup."""
 
     tiers: tuple[TierName, ...]
-    """The tier of each leading block that can be loaded, from the first one asked for on."""
+    """The tier of each leading block that can be loaded, starting at the first requested one."""
     reason: str
     """Why no more blocks were found."""
     plan: RestorePlan | None = None
@@ -59,7 +59,7 @@ class FoundBlocks:
     max_offload_tokens: int | None = None
     """How many leading tokens of this request are worth storing; None: all of them."""
     empty_s: float = 0.0
-    """For this many seconds the key space holds nothing but what this client stores itself."""
+    """For this many seconds the key space holds only what this client itself stores."""
 
     @property
     def num_planned(self) -> int:
@@ -88,11 +88,11 @@ class OwnTier:
 
 Fill = Callable[[Sequence[int], Sequence[memoryview]], Generator[None]]
 """Takes the chain indexes of blocks, and an arena slot for each. Yields once per slot, in order,
-when that slot is filled. It is closed if no more blocks are wanted, and must not write to a slot
+when that slot is filled. It is closed if no more blocks are wanted, and must not write to slots
 after that."""
 
 OnChanges = Callable[[Sequence[ResidencyChange]], None]
-"""Takes changes of residency in their order. Each session begins and ends with ``RESYNC``."""
+"""Called with changes of residency in order. Each session begins and ends with ``RESYNC``."""
 
 
 def plan_timeout_s(wait_ns: int, deadline_s: float) -> float:

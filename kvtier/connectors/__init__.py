@@ -1,1 +1,1 @@
-"""Connectors: attach engines to the client. ``kit`` has what they share."""
+"""Connectors between engines and the client; ``kit`` contains their shared parts."""

@@ -2,8 +2,8 @@
 
 Calls only queue work; a few threads talk to the daemon and copy between the engine's pool and the
 arena, so a slow daemon never delays a step. The queues are bounded by what the engine keeps open
-(see ``engine.offload`` and ``engine.loader``), and each piece of work ends by the client's
-deadlines, so every lookup, load and store gets its final event.
+(see ``engine.offload`` and ``engine.loader``), and all work ends by the client's deadlines, so
+every lookup, load and store gets its final event.
 
 A load from the back and the engine's claims are synchronized by one lock: the port registers a
 block before it copies it, and does not touch blocks that the engine has claimed by then.
@@ -86,13 +86,13 @@ class _RunningLoad:
         if place < self.num_claimed:
             return "met"
         if place != (num_blocks - 1 - self.num_begun if self.order.from_back else self.num_begun):
-            return "failed"  # the daemon has lost the last ones since its lookup
+            return "failed"  # the daemon has lost the last blocks since the lookup
         self.num_begun += 1
         return ""
 
 
 class DaemonPort:
-    """A ``KVPort`` on a ``Client``, which it closes with itself."""
+    """A ``KVPort`` on a ``Client``; ``close`` also closes the client."""
 
     def __init__(
         self,
@@ -121,16 +121,16 @@ class DaemonPort:
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 
     def bind(self, wake: Callable[[], None]) -> None:
-        """Set ``wake``, which is called whenever there is an event."""
+        """Set the callback for new events."""
         self._wake = wake
 
     def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
-        """Queue it to be sent with others."""
+        """Queue the announcement, which is sent together with others."""
         self._announced.add(traits.request_id)
         self._client.announce([Announcement(traits, chain.tenant, chain.hashes, first)])
 
     def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
-        """Queue it to be sent with others."""
+        """Queue the outcome, which is sent together with others."""
         if outcome is not None:
             self._client.note_outcome(outcome)
         if request_id in self._announced:
@@ -138,7 +138,7 @@ class DaemonPort:
             self._client.announce((), [request_id])
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Queue them for the next report."""
+        """Queue the step durations for the next report."""
         self._client.note_steps(steps, load)
 
     def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
@@ -161,7 +161,7 @@ class DaemonPort:
         with self._lock:
             load = self._loads.get(request_id)
             if load is None:
-                return 0  # it has ended; its last event says how far it got
+                return 0  # the load has ended; its last event says how far it got
             most = len(load.into) - load.num_begun
             load.num_claimed = max(load.num_claimed, min(num_computed, most))
             return load.num_claimed
@@ -185,7 +185,7 @@ class DaemonPort:
                 load.is_cancelled = True
 
     def poll(self) -> list[PortEvent]:
-        """Take the events so far."""
+        """Return the events since the last call."""
         events: list[PortEvent] = []
         while self._events:
             events.append(self._events.popleft())
@@ -311,4 +311,4 @@ _REASONS: Mapping[str, str] = {
     "late": "late",
     "daemon_away": "daemon_away",
 }
-"""Maps the daemon's end of a load to the engine's reason; all others are ``failed``."""
+"""Maps the daemon's reason for the end of a load to the engine's; all others are ``failed``."""

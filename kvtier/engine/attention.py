@@ -3,7 +3,7 @@
 Theory
 ------
 transformers looks up the attention function by name, and passes every unknown keyword of the
-model's forward call to it. So the model's code stays unchanged, and ``batch`` tells where each
+model's forward call to it. So the model's code stays unchanged, and ``batch`` defines where each
 token's K and V go in the pool and which blocks each sequence reads.
 
 A batch is flat, (1, total tokens): the new tokens of all sequences, one after another. K and V of
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A span with what every layer needs, computed once per batch."""
+    """A span with the indexes that every layer needs, computed once per batch."""
 
     start: int
     end: int

@@ -54,7 +54,7 @@ _GUARDS: Sequence[str] = [chr(code) for code in range(0x10FFFF, 0x10FFBF, -1)]
 
 
 class MessageRefused(ValueError):
-    """A message that the model would not see as it was sent; ``param`` names it."""
+    """A message that the model would not see as it was sent; ``param`` is its path."""
 
     def __init__(self, param: str, problem: str, remedy: str) -> None:
         super().__init__(f"{param}: {problem}; {remedy}")
@@ -101,7 +101,7 @@ class ChatTemplate:
 
     @property
     def marks_turns(self) -> bool:
-        """Tell whether messages are separated by special tokens, which no message can imitate."""
+        """Return whether messages are separated by special tokens, which no message can imitate."""
         turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
         outline = self._attempt(_with_placeholders(turns))
         return all(
@@ -125,7 +125,7 @@ class ChatTemplate:
         return messages
 
     def _knows(self, role: str, messages: _Messages) -> bool:
-        """Tell whether the template renders a role differently from one that does not exist."""
+        """Return whether the template renders a role differently from one that does not exist."""
         outline = _with_placeholders(messages)
         known = self._attempt(outline).lower()
         unknown = self._attempt(_with_role(outline, role, _NO_ROLE)).lower()
@@ -265,7 +265,7 @@ def _gguf_end_tokens(path: Path) -> Iterable[int]:
 
 
 def _chat_end_tokens(tokenizer: Any) -> Iterable[int]:
-    """Return the token that follows an assistant message in the chat template, if there is one."""
+    """Return the token that follows an assistant message in the chat template, if any."""
     if not tokenizer.chat_template:
         return []
     messages = [

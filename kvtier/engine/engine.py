@@ -51,7 +51,7 @@ _REPORTS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine's counters, which only grow, and its gauges."""
+    """The engine's monotonic counters and its gauges."""
 
     prompt_tokens_by_tier: dict[TierName, int]
     computed_prompt_tokens: int
@@ -201,7 +201,7 @@ class Engine:
         num_hit = self.pool.match(sequence.chain.hashes, len(sequence.chain.hashes))
         first = num_hit * self.settings.engine_block_tokens // self.settings.block_tokens
         if len(self._scheduler.sequences) == 1:
-            first = len(hashes)  # alone it starts now: blocks are loaded, not prefetched
+            first = len(hashes)  # a lone request starts now: its blocks are loaded, not prefetched
         self.port.announce(sequence.chain_below(), min(first, len(hashes)), sequence.traits)
 
     def abort(self, request_id: str) -> bool:
@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether there is nothing to do and nothing in flight in the tiers below."""
+        """Return whether there is nothing to do and nothing in flight in the tiers below."""
         return self._scheduler.is_idle
 
     def step(self, now_ns: int) -> bool:
@@ -254,14 +254,14 @@ class Engine:
         for chunk in chunks:
             scheduler.complete(chunk)
         for sequence, token in zip(through, tokens, strict=True):
-            if sequence.phase is Phase.RUNNING:  # otherwise a receiver ended it meanwhile
+            if sequence.phase is Phase.RUNNING:  # otherwise a receiver has ended it
                 self._advance(sequence, token, now_ns + took_ns)
         self.port.note_steps((sample,), scheduler.load_before())
         return True
 
     @torch.inference_mode()
     def _compute(self, chunks: list[ScheduledChunk]) -> list[int]:
-        """Run the model on a batch; returns a token for each sequence that is through."""
+        """Run the model on a batch; returns a token for each sequence without tokens left."""
         token_ids: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
@@ -309,7 +309,7 @@ class Engine:
             self._deliver(sequence, Output(request.request_id, (token,), usage=usage))
 
     def _finish(self, sequence: Sequence, first_token_ns: int | None = None) -> None:
-        """Report to the port that a prompt is done, and the outcome of its plan."""
+        """Report the end of a prompt, and the outcome of its plan, to the port."""
         sequence.is_finished = True
         outcome = None
         if sequence.plan is not None and first_token_ns is not None:

@@ -1,8 +1,8 @@
 """Content fingerprints of a loaded model, for its key space.
 
-Two models whose numbers could differ must never share a block, whatever their names; two copies of
+Two models whose results could differ must never share a block, whatever their names; two copies of
 one model always may. So the weights are hashed as loaded, byte by byte, and the whole configuration
-counts except for fields known not to affect the numbers.
+counts except for fields known not to affect the results.
 """
 
 import hashlib

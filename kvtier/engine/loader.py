@@ -4,7 +4,7 @@ Rules
 -----
 * A load only writes to its own blocks: if the port's first block begins within the GPU's hit, its
   leading engine blocks go to spare blocks, which are released afterwards.
-* Each of its blocks has one reference of the load until ``LoadEnded``, whatever happens to the
+* The load holds one reference to each of its blocks until ``LoadEnded``, whatever happens to the
   request meanwhile.
 * Reported blocks are published at once; all others are garbage, except those that the engine has
   claimed (see ``split``) and computes itself.
@@ -24,7 +24,7 @@ from kvtier.engine.split import SplitProgress
 __all__ = ["Loader"]
 
 _LOOKUPS_MAX = 2
-"""Per request: a second one in case the GPU lost the blocks before the found ones."""
+"""Lookups per request: a second one in case the GPU lost the blocks before the found ones."""
 
 _PLAN_REASONS: Mapping[PlanReason, DecisionReason] = {
     PlanReason.PART: DecisionReason.PART,
@@ -35,7 +35,7 @@ _PLAN_REASONS: Mapping[PlanReason, DecisionReason] = {
     PlanReason.LIMIT: DecisionReason.MAX_LOAD_TOKENS,
     PlanReason.NEVER: DecisionReason.NEVER,
 }
-"""Why a plan loads less than was found; with the other reasons it loads all."""
+"""Reasons for which a plan loads less than was found; with any other it loads everything."""
 
 
 @dataclass(slots=True)
@@ -86,13 +86,13 @@ class Loader:
         return sum(sequence.num_reserved for sequence in self._lookups.values())
 
     def has(self, request_id: str) -> bool:
-        """Tell whether a request id is in flight, even if the request is gone."""
+        """Return whether a request has a lookup or load in flight, even if it has ended."""
         return request_id in self._lookups or request_id in self._loads
 
     # Lookups
 
     def wants_lookup(self, sequence: Sequence, num_hit: int) -> bool:
-        """Tell whether to look up what the GPU lacks after ``num_hit`` engine blocks."""
+        """Return whether to look up blocks that the GPU lacks after ``num_hit`` engine blocks."""
         first = num_hit // self._ratio
         if first >= self._end(sequence):
             decision = RestoreDecision.GPU_HIT if num_hit else RestoreDecision.COMPUTED
@@ -105,7 +105,7 @@ class Loader:
         return not is_known and sequence.num_lookups < _LOOKUPS_MAX
 
     def look_up(self, sequence: Sequence, num_hit: int, load: EngineLoad) -> None:
-        """Look up what the GPU lacks after ``num_hit`` engine blocks."""
+        """Look up the blocks that the GPU lacks after ``num_hit`` engine blocks."""
         first = num_hit // self._ratio
         sequence.num_lookups += 1
         sequence.found_first = first
@@ -228,7 +228,7 @@ class Loader:
         return None
 
     def cancel(self, sequence: Sequence) -> None:
-        """Cancel a sequence's lookup or load."""
+        """Cancel the lookup or load of a sequence."""
         request_id = sequence.request_id
         if request_id in self._loads:
             self._loads[request_id].is_wanted = False
@@ -284,7 +284,7 @@ class Loader:
             self._pool.mark(block)  # the tiers below hold it
 
     def _extend(self, load: _Load) -> None:
-        """Update how far the sequence's load is."""
+        """Update the progress of the sequence's load."""
         sequence = load.sequence
         if load.split is None:
             end = (load.first + len(load.tiers)) * self._ratio
@@ -323,7 +323,7 @@ class Loader:
 
 
 def _limit_reason(found: PortLookup) -> str:
-    """Return why no more than a plan's blocks are loaded, or why no more were found."""
+    """Return why the plan loads no more blocks, or why no more were found."""
     plan = found.plan
     if plan is not None and plan.num_blocks < len(found.tiers):
         return _PLAN_REASONS.get(plan.reason, DecisionReason.OTHER)

@@ -51,7 +51,7 @@ class EngineMetrics:
         self.metrics.observe(TIME_TO_FIRST_TOKEN_SECONDS, seconds, source=_slowest_source(usage))
 
     def token_gap(self, seconds: float, usage: Usage) -> None:
-        """Record the time between two tokens, by the same source."""
+        """Record the time between two tokens, by the slowest source of the prompt's KV."""
         self.metrics.observe(INTER_TOKEN_SECONDS, seconds, source=_slowest_source(usage))
 
     def finished(self, outcome: str) -> None:

@@ -36,7 +36,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 _REASON_CHARACTERS_MAX = 300
-"""Limit for what transformers says about a broken file, which can be a page."""
+"""Limit for transformers' message about a broken file, which can be a page long."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _choose_dtype(device: str, dtype: str) -> torch.dtype:
 
 
 def _source(path: Path) -> tuple[str, dict[str, str]]:
-    """Return what transformers' loaders need for a folder or a file."""
+    """Return the arguments of transformers' loaders for a folder or a file."""
     if path.is_file():
         return str(path.parent), {"gguf_file": path.name}
     return str(path), {}
@@ -294,7 +294,7 @@ def _read_gguf(
 
 
 _ROWS = 256
-"""Tokens of a chunk, as far as the speed of a multiplication depends on it."""
+"""Rows of the measured matrix, like the tokens of a chunk."""
 
 _WIDTH_MAX = 4096
 """Maximum width of the matrices: larger ones are not faster."""
@@ -306,7 +306,7 @@ _REPEATS_MAX = 64
 
 
 def model_flops(loaded: LoadedModel) -> ModelFlops:
-    """Count the operations of the layers, and measure the device's speed for tens of ms.
+    """Count the operations of the layers, and measure the device's speed, in tens of ms.
 
     This is the cost model's first guess until steps are measured, so a factor of two does not
     matter here; its order of magnitude does.

@@ -1,8 +1,8 @@
 """Stores in flight: offers computed blocks to the tiers below.
 
-Every full computed block is offered once while the GPU holds it, as recorded by a mark on its last
-engine block. If too many stores are open, a block is skipped instead of waited for; a later request
-that hits it offers it again.
+Every full computed block is offered once while the GPU holds it; a mark on its last engine block
+records that. If too many stores are open, the block is skipped; a later request that hits it offers
+it again.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from kvtier.engine.sequence import Sequence
 __all__ = ["OPEN_STORES_MAX", "Offload"]
 
 OPEN_STORES_MAX = 64
-"""A store is one step's part of a prompt, 8 blocks of 64 tokens: enough to hide a tier's delay."""
+"""Each is one step's part of a prompt, 8 blocks of 64 tokens: enough to hide a tier's latency."""
 
 _POOL_SHARE_MAX = 0.5
-"""Share of the pool's blocks under open stores: the other half stays for computing."""
+"""Largest share of the pool's blocks in open stores; the rest stays available for computing."""
 
 
 class Offload:

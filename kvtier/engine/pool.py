@@ -84,7 +84,7 @@ class BlockPool:
             shape.num_kv_heads,
             shape.head_dim,
         )
-        # Write it now, so that a lack of memory shows at the start and not during a request.
+        # Touch it now, so that a lack of memory shows at startup and not during a request.
         self.tensor = torch.empty(dimensions, dtype=shape.dtype, device=device).zero_()
         self._bytes = self.tensor.view(torch.uint8).view(num_blocks, shape.block_bytes)
         self._host_bytes: npt.NDArray[np.uint8] | None = (
@@ -141,7 +141,7 @@ class BlockPool:
             self._num_references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each of ``blocks``, in the order of their chain."""
+        """Drop a reference to each of ``blocks``, which are in the order of their chain."""
         for block in reversed(blocks):  # last first: the deepest is evicted first
             assert self._num_references[block] > 0, "released more often than retained"
             self._num_references[block] -= 1
@@ -182,7 +182,7 @@ class BlockPool:
         self.generation += 1
 
     def mark(self, block: int) -> None:
-        """Note that the content of ``block`` was offered to the tiers below."""
+        """Record that the content of ``block`` was offered to the tiers below."""
         self._is_marked[block] = 1
 
     def unmark(self, block: int) -> None:
@@ -190,12 +190,12 @@ class BlockPool:
         self._is_marked[block] = 0
 
     def is_marked(self, block: int, block_hash: BlockHash) -> bool:
-        """Tell whether this content was offered, from this block or from the cached one."""
+        """Return whether this content was offered, from this block or from the cached one."""
         cached = self._block_of.get(block_hash, block)
         return bool(self._is_marked[block] or self._is_marked[cached])
 
     def drop(self) -> PoolDropped:
-        """Forget all hashes. Blocks in use stay with their users, but are not found any more."""
+        """Forget all hashes. Blocks in use stay with their users, but can no longer be found."""
         num_dropped = num_kept = 0
         for block in list(self._block_of.values()):
             self._forget(block)

@@ -55,10 +55,10 @@ class LoadOrder:
     chain: PortChain
     first: int
     decision: int = 0
-    """Number of the plan that led to it, or 0."""
+    """Number of the plan that led to the load; 0: none."""
     from_back: bool = False
     wait_ns: int = 0
-    """It ends after this time with the blocks in place; 0: by the port's own deadline."""
+    """The load ends after this time with the blocks in place; 0: at the port's own deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class PortLookup:
     request_id: str
     tiers: tuple[TierName, ...]
     reason: str
-    """Why it ends there: ``complete``, ``absent``, ``too_short``, ``daemon_away``, …"""
+    """Why the found blocks end there: ``complete``, ``absent``, ``daemon_away``, …"""
     plan: RestorePlan | None = None
-    """How many of them to load, and how; without a plan, all of them."""
+    """How many of them to load, and how; None: load all of them."""
     max_offload_tokens: int | None = None
     """How many of the request's tokens are worth offering; None: all of them."""
 
@@ -106,7 +106,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class StoreEnded:
-    """The end of a store: ``num_blocks`` were taken, and its engine blocks may be reused."""
+    """The end of a store: ``num_blocks`` were stored, and its engine blocks may be reused."""
 
     store_id: int
     num_blocks: int
@@ -155,9 +155,9 @@ class KVPort(Protocol):
         """Offer computed blocks; ``blocks[i]`` holds block ``first + i``. Returns a store id."""
 
     def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
-        """Report once that a request's prompt is done, and the outcome of its plan.
+        """Report, once per request, that its prompt is done, and the outcome of its plan.
 
-        Called at its first token, or when it ends before.
+        Called at the first token, or if the request ends before that.
         """
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
@@ -174,7 +174,7 @@ class KVPort(Protocol):
 
 
 class NoPort:
-    """A port without tiers: the engine alone."""
+    """A port without tiers, for an engine on its own."""
 
     def __init__(self, block_tokens: int = 64) -> None:
         self.block_tokens = block_tokens

@@ -99,7 +99,7 @@ class EngineRequest:
 
 
 def _bounded(num_tokens: int | None) -> int | None:
-    """Return a limit that fits into a message: beyond any context all are equal."""
+    """Return a limit that fits into a message: above any context, all limits are equal."""
     return None if num_tokens is None else min(num_tokens, _TOKENS_MAX)
 
 
@@ -120,7 +120,7 @@ class RestoreDecision(StrEnum):
     LOADED = "loaded"
     """Every full block that the GPU lacked was loaded."""
     LOADED_PART = "loaded_part"
-    """Some of them were loaded; the reason says why not the rest."""
+    """Some of them were loaded; the reason says why the others were not."""
     COMPUTED = "computed"
     """Nothing was loaded; the reason says why."""
 

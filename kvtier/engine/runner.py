@@ -1,7 +1,7 @@
 """Runs the engine on its own thread, which steps while there is work and sleeps otherwise.
 
-Everything that touches the engine happens on this thread; other threads queue commands for it.
-Every wait has a deadline, and every request gets its last output, whatever fails.
+Only this thread touches the engine; other threads queue commands for it. Every wait has a deadline,
+and every request gets its last output, whatever fails.
 """
 
 import threading
@@ -29,14 +29,14 @@ _log = Log("kvtier.engine")
 _Result = TypeVar("_Result")
 
 _SLEEP_MAX_S = 0.25
-"""A missed wake-up costs this much, not a hang."""
+"""Longest sleep: a missed wake-up costs this much instead of a hang."""
 
 _STUCK_AFTER_NS = 60_000_000_000
-"""A step of 512 tokens takes seconds on a slow CPU, and a port's deadlines are as long: this is
-several times that."""
+"""Several times the duration of a step of 512 tokens on a slow CPU, or a port's deadlines: seconds
+each."""
 
 _COMMANDS_MAX = 4096
-"""Far more than arrive between two steps; beyond it, clients are turned away."""
+"""Far more commands than arrive between two steps; more are rejected."""
 
 _STOPPING = "the engine is stopping"
 
@@ -65,12 +65,12 @@ class EngineRunner:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether requests are accepted."""
+        """Return whether requests are accepted."""
         return self._thread.is_alive() and not (self._is_draining or self._is_stopping)
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether there was work but no progress for a minute."""
+        """Return whether there was work but no progress for a minute."""
         is_late = self._clock_ns() - self.last_progress_ns > _STUCK_AFTER_NS
         return not self._idle.is_set() and is_late
 
@@ -191,7 +191,7 @@ class EngineRunner:
         self.engine.port.close()
 
     def _run_commands(self) -> bool:
-        """Run the queued commands; tells whether there were any."""
+        """Run the queued commands; returns whether there were any."""
         with self._changed:
             commands = list(self._commands)
             self._commands.clear()

@@ -9,7 +9,7 @@ from kvtier.engine.request import Sampling
 __all__ = ["make_generator", "sample"]
 
 _TEMPERATURE_MIN = 1e-5
-"""Below it only the best token has a chance, and scaled logits would exceed float32."""
+"""Below this only the best token has a chance, and scaled logits would exceed float32."""
 
 
 def make_generator(sampling: Sampling) -> torch.Generator | None:

@@ -7,16 +7,16 @@ budget, in order of arrival. A waiting request is admitted when the pool has roo
 tokens, longest cached prefix first, so that shared prefixes are used while they are cached;
 requests that have waited longer than the age cap go first.
 
-Single flight: a request announces the blocks that it will compute or load. Another one whose next
-missing block is announced waits for it, and then hits it. Deadlocks are impossible, because what a
-request waits for comes earlier in the chain than everything it announced itself.
+Single flight: a request announces the blocks that it will compute or load. Another request whose
+next missing block is announced waits for that block and then hits it. Deadlocks are impossible,
+because a block that a request waits for comes earlier in the chain than all it announced itself.
 
 Split: a sequence whose plan says so computes from the front while its blocks are loaded from the
 back. It only computes what its loader has claimed for it, and skips the loaded blocks when it
 reaches them.
 
-When the pool is full, the latest arrival gives its blocks back and waits again. The earliest one is
-never preempted, so it ends, and so does each after it.
+When the pool is full, the latest arrival is preempted: it returns its blocks and waits again. The
+earliest request is never preempted, so it finishes, and then so does each later one.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ from kvtier.engine.settings import EngineSettings
 __all__ = ["ScheduledChunk", "Scheduler"]
 
 _ORDERED_MAX = 256
-"""The oldest waiting requests, which are sorted in each step; more would take milliseconds."""
+"""Oldest waiting requests that are sorted in each step; more would take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class ScheduledChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether this is the last generated token, not part of a prompt."""
+        """Return whether the chunk is the last generated token and not part of a prompt."""
         return self.num_tokens == 1 and self.sequence.num_generated > 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether all known tokens are computed afterwards, so the next one can be chosen."""
+        """Return whether no known tokens remain afterwards, so the next one can be chosen."""
         return self.num_tokens == self.sequence.num_missing
 
 
@@ -102,13 +102,13 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether there is nothing to do and nothing in flight."""
+        """Return whether there is nothing to do and nothing in flight."""
         return not (self.sequences or self.loader.num_open or self.offload.num_open)
 
     # Each step: poll, admit, plan; then complete what was computed
 
     def poll(self, now_ns: int) -> bool:
-        """Process the port's events; tells whether there were any."""
+        """Process the port's events; returns whether there were any."""
         events = self._port.poll()
         for event in events:
             self._take(event, now_ns)
@@ -131,7 +131,7 @@ class Scheduler:
                 self.offload.stored(event)
 
     def admit(self, now_ns: int) -> bool:
-        """Start waiting requests while there is room; tells whether any was started."""
+        """Start waiting requests while there is room; returns whether any was started."""
         num_started = 0
         if not self._waiting or self._num_active >= self._settings.max_num_sequences:
             return False
@@ -151,7 +151,7 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         running = sorted(self._running, key=lambda sequence: sequence.ticket)
         for sequence in running:
-            # One that lost its blocks to an earlier one in this loop is not running any more.
+            # A sequence that lost its blocks to an earlier one in this loop no longer runs.
             is_next = sequence.num_missing == 1 and sequence.phase is Phase.RUNNING and budget
             if is_next and self._grow(sequence, now_ns):
                 chunks.append(ScheduledChunk(sequence, 1))
@@ -211,7 +211,7 @@ class Scheduler:
         return sorted(oldest, key=rank)
 
     def _estimate_match(self, sequence: Sequence) -> int:
-        """Return about how many leading blocks are cached, from the last estimate if valid."""
+        """Return about how many leading blocks are cached; reuses the last estimate if valid."""
         if sequence.match_generation != self._pool.generation:
             known = sequence.matched
             hashes = sequence.chain.hashes
@@ -230,7 +230,7 @@ class Scheduler:
         return self._pool.match(sequence.chain.hashes, self._hit_limit(sequence))
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
-        """Tell whether another request is about to supply the next block this one lacks."""
+        """Return whether another request will supply the next block that this one lacks."""
         num_hit = self._match(sequence)
         if num_hit >= self._hit_limit(sequence):
             return False
@@ -282,7 +282,7 @@ class Scheduler:
         sequence.timing.end_waiting(now_ns)
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Tell whether blocks are available, besides those already promised.
+        """Return whether blocks are available, besides those already promised.
 
         Each running sequence may need one more, and each with a lookup in flight all of its own.
         """

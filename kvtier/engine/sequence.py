@@ -66,7 +66,7 @@ class TokenSources:
             self.by_tier[source] += num_new
 
     def is_counted(self, end: int) -> bool:
-        """Tell whether every prompt token before ``end`` is counted."""
+        """Return whether every prompt token before ``end`` is counted."""
         return not self._marks.count(_NOT_YET, 0, min(end, len(self._marks)))
 
 
@@ -79,7 +79,7 @@ class StallTimes:
         self._since_ns = 0
 
     def note(self, waits_for: str, now_ns: int) -> None:
-        """Note what the engine waits for from now on; empty while it computes."""
+        """Record what the engine waits for from now on; empty while it computes."""
         if self._waits_for:
             waited_ns = self._waited_ns.get(self._waits_for, 0) + now_ns - self._since_ns
             self._waited_ns[self._waits_for] = waited_ns
@@ -92,7 +92,7 @@ class StallTimes:
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Where the time until a request's first token went."""
+    """Breakdown of the time until a request's first token."""
 
     arrival_ns: int
     waiting_since_ns: int
@@ -280,7 +280,7 @@ class Sequence:
         self.port_chain.extend(self.tokens)
 
     def join(self) -> bool:
-        """Skip the loaded tail if everything before it is computed; tells whether it did."""
+        """Skip the loaded tail if everything before it is computed; returns whether it did."""
         if self.loaded_tail is None or self.num_computed < self.loaded_tail.start:
             return False
         self.num_computed = max(self.num_computed, self.loaded_tail.end)

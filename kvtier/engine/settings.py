@@ -23,7 +23,7 @@ class EngineSettings:
     """New tokens per step. More starve decoding sequences; fewer make prefill slower."""
     max_num_sequences: int = 64
     max_num_waiting: int = 1024
-    """Beyond this, a request is rejected at once: it would wait longer than its client."""
+    """Further requests are rejected at once: they would wait longer than their clients."""
     age_cap_ns: int = 5_000_000_000
     """After 5 s of waiting, requests are ordered by arrival instead of cached prefix."""
     is_poisoned: bool = False

@@ -4,9 +4,9 @@ Imports no torch, so that a daemon can refuse a model before it allocates anythi
 
 Rules
 -----
-* A closed list of architectures, each verified against its own ``generate`` (tests/engine). A model
-  with another kind of attention, or with K and V that depend on more than the preceding tokens, is
-  refused by name.
+* Only listed architectures are supported, each verified against its own ``generate``
+  (tests/engine). A model with another kind of attention, or with K and V that depend on more than
+  the preceding tokens, is refused by name.
 * A configuration is checked twice: as stored in the folder, and as transformers reads it, with all
   defaults filled in.
 """
@@ -47,7 +47,7 @@ _GGUF_HEADER_MAX_BYTES = 64 << 20
 """Far more than any vocabulary needs; names and tensors are listed before its end."""
 
 _GGUF_SCALED_ROPE = (b".rope.scaling.", b"rope_freqs.weight")
-"""What transformers silently drops when it reads a GGUF file."""
+"""Names of what transformers silently drops when it reads a GGUF file."""
 
 _GGUF_TYPE_KEY = b"general.architecture"
 _GGUF_STRING = struct.Struct("<IQ")  # the value's type, 8 for a string, and its length
@@ -59,7 +59,7 @@ def refuse(problem: str, remedy: str) -> StartError:
 
 
 def check_model(path: Path, context_limit: int = 0) -> None:
-    """Refuse an unsupported model with StartError, as far as its files tell."""
+    """Raise StartError if a model's files show that it is unsupported."""
     if not path.exists():
         raise refuse(f"{path} does not exist", "give a model folder or a GGUF file")
     try:

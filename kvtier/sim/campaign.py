@@ -25,7 +25,7 @@ class Failure:
 
 
 def run_seed(seed: int, num_events: int) -> SimulationReport | Failure:
-    """Run one seed; any exception is its failure."""
+    """Run one seed; any exception is returned as a failure."""
     try:
         return Simulation(seed).run(num_events)
     except Exception:

@@ -1,8 +1,8 @@
 """Simulated engines that announce, look up, load, store and report, and die and reconnect.
 
-Sometimes they fail to, do not follow their plan, or report nonsense. Each job is a generator that
-yields how long to wait, in nanoseconds, so that any number of jobs interleave in any order under
-one seed.
+Sometimes they omit a step, do not follow their plan, or report nonsense. Each job is a generator
+that yields how long to wait, in nanoseconds, so that any number of jobs interleave in any order
+under one seed.
 """
 
 import math
@@ -71,7 +71,7 @@ class EngineWorkload:
         self._restored_lag = world.draw.choice((1.0, 1.0, 30.0))
         """Factor by which first tokens are late if blocks were restored."""
         self._over: list[str] = []
-        """Finished requests that the node does not know of yet."""
+        """Finished requests that were not reported to the node yet."""
 
     def prompt(self) -> Blocks:
         """Return a chain that shares a prefix: the next turn of another, or part of a document."""
@@ -127,7 +127,7 @@ class EngineWorkload:
     def _load(
         self, blocks: Blocks, found: ac.LookupResult, plan: RestorePlan
     ) -> Generator[int, None, tuple[int, list[TierName]]]:
-        """Restore, as planned or not. Returns the number of leading blocks and their tiers.
+        """Restore blocks, as planned or not. Returns the number of leading blocks and their tiers.
 
         Blocks loaded from the back are useful only with what is computed before them.
         """
@@ -242,7 +242,7 @@ _JOBS_PER_ENGINE = 2
 
 
 class Fleet:
-    """Engines of three block sizes, two the same; the largest block fills most of a slab."""
+    """Engines of three block sizes, two of them alike; the largest block fills most of a slab."""
 
     def __init__(self, world: World, counters: WorkloadCounters) -> None:
         self._world = world

@@ -150,7 +150,7 @@ class FaultInjector:
     def _scribble(self) -> None:
         """Damage a block in the arena, except one that is leased to be copied out now.
 
-        Nobody can notice a write there between another engine's check and its copy.
+        A write there between another engine's check and its copy cannot be detected.
         """
         harness, draw = self._world.harness, self._world.draw
         index, sessions = harness.node.cache.index, harness.node.sessions.values()
@@ -200,7 +200,7 @@ class FaultInjector:
         return header.key_space, header.tenant, b"".join(b.header.block_hash for b in blocks)
 
     def _suspend(self) -> None:
-        """Let time pass in which nothing happens, and excuse late answers."""
+        """Let time pass without events, and excuse late answers."""
         self._world.harness.excuse()
         self._world.clock.now_ns += self._world.draw.choice((100, 1000, 60_000)) * MS
 

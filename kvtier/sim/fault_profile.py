@@ -1,7 +1,7 @@
 """Fault profiles: which faults occur in a run, and how often.
 
-A run has a few kinds of fault, not all: where everything fails at once, nothing gets far enough to
-fail in an interesting way.
+A run has only a few kinds of fault: if everything fails at once, nothing gets far enough to fail in
+an interesting way.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Draws the configuration of a run, and creates its policies as the daemon does."""
+"""Draws the configuration of a run at random, and creates its policies as the daemon does."""
 
 import random
 from collections.abc import Sequence

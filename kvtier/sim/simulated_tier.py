@@ -1,4 +1,4 @@
-"""A simulated tier: the fake tier, and everything that may happen to its blocks."""
+"""A simulated tier: the fake tier, with methods that damage, lose and expire its blocks."""
 
 import random
 

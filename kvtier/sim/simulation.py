@@ -3,13 +3,14 @@
 Theory
 ------
 Everything that happens is an event in one queue, ordered by simulated time. The node is the
-production code and sees only events and the time. Work for a tier takes effect at one moment and is
-reported at a later one, or never, so that completions overtake each other and a crash may fall in
-between. Nothing depends on hash order, threads or the real clock: a seed repeats exactly.
+production code and sees only events and the time. Work for a tier takes effect at one time and is
+reported later, or never, so completions overtake each other and a crash may occur in between.
+Nothing depends on hash order, threads or the real clock: a seed repeats exactly.
 
 These properties are checked as it runs: the node's invariants after every event, one answer per
-call and none too late, nothing left of dropped blocks, and above all that every block an engine
-accepts is the requested one, byte for byte. After all engines have ended, the node must be idle.
+call and none too late, nothing left of dropped blocks, and above all that every block that an
+engine accepts is the requested one, byte for byte. After all engines have ended, the node must be
+idle.
 """
 
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ class SimulationReport:
 
 
 class Simulation:
-    """See the module. Use ``run`` once."""
+    """One run, as described in the module's docstring. Call ``run`` once."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -114,7 +115,7 @@ class Simulation:
 
         def take_effect() -> None:
             if harness is not world.harness:
-                # A server may still get what a dead node sent; its own disk does not.
+                # A server may still receive what a dead node sent; the node's own disk does not.
                 if isinstance(work, ac.Write) and work.tier.is_shared:
                     self._cut_short(harness, work)
                 return

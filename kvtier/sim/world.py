@@ -48,9 +48,7 @@ class World:
         self.num_detaches = dict.fromkeys(self.tiers, 0)
         """How often each tier was detached, to recognize work from before."""
         self.cut_short: dict[Work, Callable[[], None]] = {}
-        """Writes to the node's own disk that have not taken effect, with what a crash makes of
-        them.
-        """
+        """Writes to the node's own disk in flight, each with the action that cuts it short."""
         self.num_boots = 0
         self.num_events_before = 0
         """Events of nodes that have crashed."""
@@ -92,7 +90,7 @@ class World:
         action()
 
     def happens(self, chance: float, fault: str) -> bool:
-        """Tell whether a fault with this chance happens now, and count it."""
+        """Return whether a fault with this chance happens now, and count it."""
         if self.draw.random() >= chance:
             return False
         self.faults[fault] += 1
@@ -103,7 +101,7 @@ class World:
         return self.draw.choice(list(self.tiers))
 
     def note_detached(self, name: TierName) -> None:
-        """Note that a tier was detached: writes of its own disk in flight are cut short."""
+        """Note that a tier was detached: writes in flight to the node's own disk are cut short."""
         self.num_detaches[name] += 1
         for work in list(self.cut_short):
             if isinstance(work, Write) and work.tier is name:

@@ -1,1 +1,1 @@
-"""The test kit: verified fakes, and the contracts that verify them."""
+"""Test support: fakes, and the contract suites that verify them like real implementations."""

@@ -1,4 +1,4 @@
-"""Checks an eviction policy: no block may be proposed while a child of it could be evicted."""
+"""Checks that an eviction policy proposes no block while one of its children could be evicted."""
 
 from collections.abc import Generator
 
@@ -45,7 +45,7 @@ class CheckedEviction:
             inner.close()
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Delegate; the result may be out of date when they are evicted."""
+        """Delegate; the result may be out of date by the time the blocks are evicted."""
         return self._inner.next_victims(index, slots, size, count)
 
 

@@ -60,7 +60,7 @@ def await_true(look: Callable[[], T | None], what: str, timeout_s: float = _CALL
 
 
 def free_port() -> int:
-    """Return a free TCP port of the loopback interface that no other process is given."""
+    """Return a free TCP port of the loopback interface that no other test process gets."""
     for port in itertools.islice(_own_ports(os.getpid()), _NUM_OWN_PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -125,7 +125,7 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Tell whether the process has not ended."""
+        """Return whether the process has not ended."""
         return self._popen.poll() is None
 
     @property

@@ -54,7 +54,7 @@ class _Open:
 
 
 class FakeEngineService:
-    """Sends one or a few tokens per request and turn. All waits have deadlines."""
+    """Answers all open requests in turn, a few tokens at a time. All waits have deadlines."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ _END = 256
 class ByteChatModel:
     """Fakes the text side of a model: tokens 0 to 255 are bytes of UTF-8.
 
-    Characters are thus split as often as possible.
+    Characters are thus split across tokens as often as possible.
     """
 
     def __init__(self, model_id: str = "byte-model", context_limit: int = 2048) -> None:

@@ -1,4 +1,4 @@
-"""FakeEngine: a client of a node in a ``NodeHarness``, as careful as the real one.
+"""FakeEngine: a client of a node in a ``NodeHarness``, with the checks of the real client.
 
 It stores blocks whose bytes are a function of their identity. It accepts a loaded block exactly if
 ``kvtier.client`` would: the checksum binds the bytes to the requested identity, and the lease still
@@ -72,7 +72,7 @@ class FakeEngine:
         self.session = answer.session
 
     def die(self) -> None:
-        """Die at once; the kernel tells the node."""
+        """Die at once; the kernel notifies the node."""
         self.harness.post(ev.SessionEnded(self.ticket))
         self.session = ""
 

@@ -1,6 +1,6 @@
-"""FaultyTier: a tier whose device fails as a script or a seed says.
+"""FaultyTier: a tier whose device fails according to a script or a seed.
 
-It keeps the contract of tiers, also when it fails: what it reports as read is correct, unless the
+It keeps the tier contract even when it fails: blocks reported as read are correct, unless the
 script asks for ``SERVE_DAMAGED``, which no tier should do and callers may want to survive.
 """
 
@@ -83,7 +83,7 @@ def seeded_faults(
 
 
 class FaultyTier(TierWrapper):
-    """Makes ``inner`` fail as ``script`` says; ``log`` lists the calls and their faults."""
+    """Makes ``inner`` fail according to ``script``; ``log`` lists the calls and their faults."""
 
     def __init__(self, inner: Tier, script: FaultScript) -> None:
         super().__init__(inner)

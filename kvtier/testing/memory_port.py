@@ -1,12 +1,12 @@
 """A KV port that stores blocks in a dictionary, with a script for its faults.
 
-It implements the port's contract exactly, also its less documented parts: blocks beyond the
-reported ones are filled with garbage, and nothing happens before ``poll`` unless the test wants it.
-With ``is_manual`` every operation waits for ``finish_*``, in any order.
+It implements the port's contract strictly: blocks beyond the reported ones are filled with garbage,
+and nothing happens before ``poll`` unless the test wants it. With ``is_manual`` every operation
+waits for ``finish_*``, in any order.
 
 A load from the back receives blocks by ``report_loaded``, and blocks that the engine claims are no
-longer written. Unless it is manual, the engine may claim once or several times first, as
-``meets_max`` says, so that both have something to do.
+longer written. Unless the port is manual, the engine may first claim ``meets_max`` times, so that
+both have something to do.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ class MemoryPort:
         self.announced[traits.request_id] = (chain, first, traits)
 
     def claim(self, request_id: str, num_computed: int) -> int:
-        """Leave to the engine what is not in place yet."""
+        """Grant the engine the blocks that are not in place yet."""
         load = self.open_loads.get(request_id)
         if load is None:
             return 0

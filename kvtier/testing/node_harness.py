@@ -1,7 +1,7 @@
 """Runs a node with its own arena, tiers and clock, under the control of a test.
 
 The node's work for tiers and engines waits in ``waiting`` until the test carries it out, in any
-order, late or never. Answers are checked as they come: exactly one per call, none after its
+order, late or never. Answers are checked as they arrive: exactly one per call, none after its
 deadline. After each event the node's invariants are checked.
 """
 
@@ -77,7 +77,7 @@ class HarnessSettings:
 
 
 class NodeHarness:
-    """See the module. ``tiers`` may outlive the harness, as disks outlive daemons."""
+    """A node under test; see the module. ``tiers`` may outlive it, as disks outlive daemons."""
 
     def __init__(  # noqa: PLR0913  # what a node takes, and its clock; each has a default
         self,
@@ -119,9 +119,9 @@ class NodeHarness:
         self.open_calls: dict[int, ev.Event] = {}
         self.num_events = 0
         self.is_checked = True
-        """Check all invariants after each event; turn it off for thousands of events."""
+        """Check all invariants after each event; turn this off for thousands of events."""
         self.is_down = False
-        """Set it to let the daemon die; the arena stays mapped in its clients."""
+        """Set this to let the daemon die; the arena stays mapped in its clients."""
         self._num_calls = 0
         self._excused: set[int] = set()
         """Calls whose answers may be late."""
@@ -181,7 +181,7 @@ class NodeHarness:
         self.clock.now_ns = until_ns
 
     def carry_out(self, work: Work) -> None:
-        """Carry out one piece of waiting work and tell the node."""
+        """Carry out one piece of waiting work and notify the node."""
         self.waiting.remove(work)
         self.post(self.completion(work))
 
@@ -236,9 +236,9 @@ class NodeHarness:
         self._excused.update(self.open_calls)
 
     def check_idle(self, lost: Sequence[Work] = ()) -> None:
-        """Raise AssertionError unless nothing is pinned, leased, owed, queued or half done.
+        """Raise AssertionError if anything is pinned, leased, unanswered, queued or half done.
 
-        The node never learned the end of ``lost`` work, and still holds what that may touch.
+        The node never learned the end of ``lost`` work, and still holds the memory it may touch.
         """
         node = self.node
         check_memory(node)
@@ -295,7 +295,7 @@ class NodeHarness:
         return self.arena[offset : offset + num_bytes]
 
     def holds(self, header: BlockHeader, tier: TierName) -> bool:
-        """Tell whether the node would serve a block from a tier."""
+        """Return whether the node would serve a block from a tier."""
         row = int(self.node.cache.index.find(as_keys(header.block_hash))[0])
         return row >= 0 and self.node.cache.state(row, tier) == Residency.READY
 
@@ -324,9 +324,9 @@ class NodeHarness:
             )
 
     def _check_drop(self, event: ev.Drop, answer: tuple[ac.TierDropped, ...]) -> None:
-        """Check that dropped blocks are gone and cannot return by work in flight.
+        """Check that dropped blocks are gone and cannot return through work in flight.
 
-        Nothing may come in before the answer, so at this moment there are none.
+        No block may enter before the answer, so at this moment none are left.
         """
         index = self.node.cache.index
         meant = index.selected(index.rows(), event.selection)

@@ -11,11 +11,11 @@ __all__ = ["ResidencyModel"]
 
 
 class ResidencyModel:
-    """Receives changes from any thread, as a client passes them on."""
+    """The blocks in each tier, as far as reported. Called with changes, from any thread."""
 
     def __init__(self) -> None:
         self.num_starts = 0
-        """How often it was told to start anew."""
+        """Number of resyncs, each of which clears the model."""
         self._lock = threading.Lock()
         self._blocks: dict[TierName, set[bytes]] = {}
 

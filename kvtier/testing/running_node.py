@@ -1,4 +1,4 @@
-"""A node of real processes for tests: a daemon, its engines, and calls over their sockets.
+"""Runs a node of real processes in tests: a daemon and its engines, called over their sockets.
 
 Counters are read where an operator reads them: in the status document and at ``/metrics``.
 """

@@ -2,9 +2,9 @@
 
 Theory
 ------
-Each call is delayed by what a slower device would take: ``latency_s``, and its turn on one wire of
-``bytes_per_s``. Latencies of overlapping calls overlap; the wire serves them one after another. The
-time of the tier itself is added, so it should be fast.
+Each call is delayed as a slower device would: by ``latency_s``, and by its turn on one wire of
+``bytes_per_s``. Latencies of overlapping calls overlap; the wire serves calls one after another.
+The time of the tier itself is added, so it should be fast.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""The contract of kvtier.tiers.base as a suite: a tier that passes may replace any other.
+"""The contract of kvtier.tiers.base as a test suite: a tier that passes may replace any other.
 
 Derive a class and give it the pytest fixture ``tier``: an empty tier with room for at least 2 MiB.
 """

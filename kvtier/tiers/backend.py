@@ -1,6 +1,6 @@
-"""What the package of a tier implements, and how to find it.
+"""The interface of a tier's package, and how to find its implementation.
 
-``kvtier.core.tier_registry`` says which packages there are, and what belongs into one.
+``kvtier.core.tier_registry`` lists the packages and says what each must contain.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ S = TypeVar("S", bound=TierSection)
 
 @dataclass(frozen=True, slots=True)
 class OpenContext:
-    """What a tier may use besides its own settings."""
+    """Shared objects that a tier may use besides its own settings."""
 
     name: TierName
     ring: KeyRing | None = None
@@ -42,7 +42,7 @@ class OpenContext:
 
 
 class TierBackend(Generic[S]):
-    """What a tier does besides storing blocks. Override ``open`` and ``placement``, at least.
+    """Opens, configures and checks a tier. Override at least ``open`` and ``placement``.
 
     ``S`` is the class of its settings. All methods may be called from any thread.
     """
@@ -52,16 +52,16 @@ class TierBackend(Generic[S]):
         raise NotImplementedError
 
     def placement(self, settings: S, tier: Tier, arena_bytes: int) -> SlowTier:
-        """Return how the node uses the open tier: deadlines, bounds and when it writes."""
+        """Return how the node uses the open tier: deadlines, limits and when it writes."""
         raise NotImplementedError
 
     def tune(self, tier: Tier, settings: S) -> None:
         """Apply the settings that a reload may change to the open tier."""
 
     def device(self, settings: S) -> str:
-        """Return a name for the device, so that measurements of it are not used for another one.
+        """Return a name for the device, so that its measurements are not used for another one.
 
-        May block as long as the device does not answer.
+        May block while the device does not answer.
         """
         return self.digest(settings.place)
 
@@ -71,18 +71,18 @@ class TierBackend(Generic[S]):
         return hashlib.sha256(place.encode()).hexdigest()[:_DIGITS]
 
     def is_same_place(self, before: S, after: S) -> bool:
-        """Tell whether ``tune`` can take the open tier from one place to the other."""
+        """Return whether ``tune`` can switch the open tier from one place to the other."""
         return before.place == after.place
 
     def check_start(self, settings: S) -> None:
         """Check that the tier can be opened; raises StartError. May create directories."""
 
-    def authorities(self, tier: Tier) -> Secret[Certificates] | None:  # others do
+    def authorities(self, tier: Tier) -> Secret[Certificates] | None:  # overridden by some tiers
         """Return the certificates by which the open tier trusts servers, if from a file."""
         return None
 
     def write_allowance(self, settings: S, tier: Tier) -> float | None:  # as above
-        """Return how many bytes of blocks a second may be written now; None: no limit."""
+        """Return how many bytes of blocks per second may be written now; None: no limit."""
         return None
 
     def checks(self, settings: S) -> Sequence[TierCheck]:

@@ -13,8 +13,7 @@ Contract (tests/contract runs it against every implementation)
   whole batch and corrupts nothing. Some blocks of the batch may have been stored; the next write
   reports what was evicted for them.
 * Each call ends by its ``deadline_ns`` (monotonic clock) or raises ``TierTimeout``. A system call
-  cannot be interrupted, so a hung device may hold its caller: run calls on threads that may be
-  lost.
+  cannot be interrupted, so a hung device may block its caller: run calls on expendable threads.
 * After a call has returned or raised, the tier no longer touches the memory it was given.
 """
 
@@ -91,7 +90,7 @@ class BlockRead:
     """A block to read: its expected identity and the buffer for its payload.
 
     ``key_space`` and ``tenant`` must equal those of the stored header, or the read is a miss.
-    ``into`` is at least as long as the payload; bytes beyond it are left alone or overwritten with
+    ``into`` is at least as long as the payload; bytes beyond it are unchanged or overwritten with
     padding.
     """
 
@@ -154,7 +153,7 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of a tier and, unless it is up, the reason in words for an operator."""
+    """State of a tier and, unless it is up, the reason for an operator to read."""
 
     state: HealthState = HealthState.UP
     reason: str = ""
@@ -176,7 +175,7 @@ class TierUsage:
 
 
 class Tier(Protocol):
-    """A place that stores blocks. See the module's contract."""
+    """Stores blocks. See the module's contract."""
 
     @property
     def properties(self) -> TierProperties:
@@ -207,7 +206,7 @@ class Tier(Protocol):
     def scratch(
         self, block_bytes: int, num_blocks: int, deadline_ns: int
     ) -> "AbstractContextManager[Tier]":
-        """Open a temporary tier on the same device, to measure transfers with.
+        """Open a temporary tier on the same device, to measure transfers.
 
         It has room for ``num_blocks`` blocks of ``block_bytes`` without evicting any block of this
         tier, and its blocks do not count as blocks of this tier. Raises TierFull if there is not

@@ -6,11 +6,11 @@ one health check passes, and no other call. It closes the breaker, or opens it f
 
 Rules
 -----
-* No caller's request is used as an experiment: only ``health_check`` reaches a device that failed.
+* A failed device is never tested with a caller's request: only ``health_check`` reaches it.
 * Health checks are counted separately. A device from which a few reads still succeed, from open
   files or a cache, is not healthy as long as it cannot be written.
-* Operators' commands and scrubs do not count, since they may ask too much. Nor does a call that
-  came after its own deadline, since it never reached the device.
+* Operators' commands and scrubs do not count, since they may ask too much. Nor does a call made
+  after its own deadline, since it never reached the device.
 """
 
 import threading
@@ -28,14 +28,14 @@ __all__ = ["BreakerState", "BreakerTier"]
 T = TypeVar("T")
 
 _COUNTED = frozenset({Operation.READ, Operation.WRITE, Operation.CONTAINS, Operation.REMOVE})
-"""Calls whose results count, besides health checks."""
+"""Calls whose results count, in addition to health checks."""
 
 _COOL_DOWN_NS = 1_000_000_000
 """Time without calls to a failing tier; short, so that a recovered tier is used within seconds."""
 
 
 class BreakerState(StrEnum):
-    """Which calls pass."""
+    """State of a breaker, which determines the calls that pass."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -68,7 +68,7 @@ class BreakerTier(TierWrapper):
 
     @property
     def state(self) -> BreakerState:
-        """Return which calls pass now."""
+        """Return the current state."""
         return self._state
 
     def health(self) -> Health:
@@ -78,7 +78,7 @@ class BreakerTier(TierWrapper):
         return Health(HealthState.OUT, self._last_fault)
 
     def needs_health_check(self, period_ns: int) -> bool:
-        """Tell whether a health check is due: at once after a fault, else once per period.
+        """Return whether a health check is due: at once after a fault, else once per period.
 
         While the breaker is open, one is due after the cool-down.
         """

@@ -1,9 +1,10 @@
-"""What checks for ``kvtier doctor`` return, and how a tier declares its own.
+"""Findings of ``kvtier doctor``, and the checks that a tier declares.
 
 Rules
 -----
 * A check changes nothing on the machine.
-* It has a deadline. One that hangs delays no other: a mount that does not answer is a finding.
+* It has a deadline. A hanging check does not delay others: a mount that does not answer is a
+  finding.
 """
 
 from collections.abc import Callable
@@ -34,17 +35,17 @@ class Finding:
 
 
 def ok(found: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding of no problem."""
     return Finding(CheckVerdict.OK, found)
 
 
 def warn(found: str, remedy: str) -> Finding:
-    """Return what works, but not well."""
+    """Return a finding of something that works, but not well."""
     return Finding(CheckVerdict.WARN, found, remedy)
 
 
 def fail(found: str, remedy: str) -> Finding:
-    """Return what does not work."""
+    """Return a finding of something that does not work."""
     return Finding(CheckVerdict.FAIL, found, remedy)
 
 
@@ -69,9 +70,9 @@ class TierCheck:
     name: str
     inspect: Callable[[KernelFiles], Finding]
     if_hung: str
-    """Remedy if it does not end in time."""
+    """Remedy if the check does not end in time."""
     deadline_s: float = 3.0
     is_private: bool = False
-    """Only root and the daemon's own user can make it."""
+    """Only root and the daemon's own user can run it."""
     is_measurement: bool = False
-    """It takes long and loads the device, so it is only made on request, and alone."""
+    """It takes long and loads the device, so it runs only on request, and alone."""

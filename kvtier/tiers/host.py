@@ -42,7 +42,7 @@ class HostArena:
                 "raise the limit on file size (ulimit -f, LimitFSIZE=) or memory (-v, "
                 "LimitAS=), or lower it",
             ) from error
-        self._mapping.madvise(mmap.MADV_DONTDUMP)  # keep users' data out of core files
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # keep users' data out of core dumps
         self._view = memoryview(self._mapping)
 
     def reserve(self, slab: int) -> None:

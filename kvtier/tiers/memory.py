@@ -1,4 +1,4 @@
-"""A tier that stores blocks in a dict: the verified fake.
+"""A fake tier that stores blocks in a dict.
 
 It passes the same contract suite as the real tiers, so tests may rely on its behaviour. It copies
 and verifies payloads like any other tier.
@@ -82,7 +82,7 @@ class MemoryTier:
             return [self._fetch(block) for block in blocks]
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
-        """Tell for each hash whether it is stored."""
+        """Return for each hash whether it is stored."""
         with self._opened(deadline_ns):
             return [block_hash in self._blocks for block_hash in hashes]
 

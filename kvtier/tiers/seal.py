@@ -183,7 +183,7 @@ class Seal:
 
     @property
     def needs_buffer(self) -> bool:
-        """Tell whether sealing writes ciphertext into a buffer as long as the payload."""
+        """Return whether sealing writes ciphertext into a buffer as long as the payload."""
         return self._mode is SealMode.ENCRYPT
 
     def seal(
@@ -241,7 +241,7 @@ class Seal:
         return replace(header, checksum=payload_checksum(header, payload))
 
     def may_open(self, stamp: Stamp) -> bool:
-        """Tell whether the mode accepts such a block and its key is known.
+        """Return whether the mode accepts such a block and its key is known.
 
         If so, a block that does not open is damaged.
         """

@@ -1,4 +1,4 @@
-"""TierWrapper: the base class of tiers that do something around every call of another tier."""
+"""TierWrapper: the base class of tiers that add behaviour to every call of another tier."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class TierWrapper:
 
     @property
     def properties(self) -> TierProperties:
-        """Return those of the inner tier."""
+        """Return the properties of the inner tier."""
         return self.inner.properties
 
     def intercept(self, call: TierCall, step: Callable[[], T]) -> T:

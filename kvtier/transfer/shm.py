@@ -6,9 +6,9 @@ A client that the arena's ticket server admits gets the arena's file descriptor 
 may map the arena while it holds the connection. Once its process or that connection has ended, the
 daemon knows that nobody writes to the arena under that ticket any more.
 
-The mapping is proved, not assumed. The daemon writes a random pattern to the arena's last page, and
-the client must answer with a digest of it; the client writes a digest in turn, which the daemon
-must find. Two processes that do not see the same memory get no further.
+The mapping is verified. The daemon writes a random pattern to the arena's last page, and the client
+must answer with a digest of it; the client writes a digest in turn, which the daemon must find.
+Processes that do not share the memory fail here.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class ArenaServer:
         return peer.pid if peer else 0
 
     def keep(self, ticket: str) -> None:
-        """Let a registered client stay as long as it lives."""
+        """Let a registered client stay until it ends."""
         self._ticket_server.keep(ticket)
 
     async def stop(self) -> None:
@@ -154,10 +154,10 @@ class Attachment:
     def populate(self, is_over: Callable[[], bool]) -> None:
         """Create page table entries for the whole arena, so that no copy waits for page faults.
 
-        Takes about 20 ms per gigabyte and stops when ``is_over``; call it on a thread of its own.
-        It follows the daemon, which commits the arena's memory while it serves: memory that the
-        client touched first would be charged to its own container, which may not have enough.
-        Older kernels lack the call. Afterwards the arena is pinned, if there is a ``pin``.
+        Takes about 20 ms per gigabyte and stops when ``is_over``; call it on a separate thread. It
+        follows the daemon, which commits the arena's memory while it serves: memory that the client
+        touched first would be charged to its own container, which may not have enough. Older
+        kernels lack the system call. Afterwards the arena is pinned, if there is a ``pin``.
         """
         self._populate(is_over)
         if self._pin is not None:
@@ -189,13 +189,13 @@ class Attachment:
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
-            with contextlib.suppress(BufferError):  # a view is left; the mapping ends with it
+            with contextlib.suppress(BufferError):  # a view exists; the mapping ends with it
                 self._view.release()
                 self._mapping.close()
             self._connection.close()
 
     def abandon(self) -> None:
-        """In a forked child, close what it inherited; the parent's session continues."""
+        """In a forked child, close the inherited parts; the parent's session continues."""
         self._pin = None  # a device is not usable after a fork
         self.close()
 

@@ -1,8 +1,8 @@
 """The file of a Unix socket: created atomically, and removed only by the process that owns it.
 
 A listener is bound to a temporary name, which is then renamed to its path. So nobody can connect
-before the file has its mode. And a library that unlinks the name it was bound to, as gRPC does when
-a server stops, never removes a file that another process has put at the path since.
+before the file has its permissions, and a library that unlinks the bound name, as gRPC does when a
+server stops, never removes a file that another process has since put at the path.
 """
 
 import contextlib

@@ -4,10 +4,10 @@ Theory
 ------
 gRPC does not tell a server which user calls, but the kernel does for each connection. So a client
 first connects here. If its user is allowed, the client gets an unguessable ticket, which it sends
-with each call on other sockets. The connection stays open without any further
-data: it is the client's lifeline. The ticket becomes invalid when the client closes the connection
-or its process ends. The process is watched by a pidfd, because a child that it forked may hold the
-connection open. On kernels without pidfds, only the end of the connection counts.
+with each call on other sockets. The connection stays open without further data; the ticket becomes
+invalid when the client closes it or the client's process ends. The process is watched by a pidfd,
+because a forked child may hold the connection open. On kernels without pidfds, only the end of the
+connection counts.
 
 A client must use its ticket within some seconds. Otherwise it is disconnected, and even earlier if
 a new client needs its place.
@@ -121,7 +121,7 @@ class _Entry:
     connection: socket.socket
     pidfd: int | None
     timer: asyncio.TimerHandle | None = None
-    """Disconnects the peer at its deadline; None if it may stay as long as it lives."""
+    """Disconnects the peer at its deadline; None if it may stay until it ends."""
     is_used: bool = False
     """Whether the peer has used its ticket."""
 
@@ -178,7 +178,7 @@ class TicketServer:
             listener.setblocking(False)
             with self._file.placing() as fresh:
                 listener.bind(str(fresh))
-                listener.listen(socket.SOMAXCONN)  # clients beyond it fail without a reason
+                listener.listen(socket.SOMAXCONN)  # beyond it, connecting fails without a reason
         except BaseException:
             listener.close()
             raise
@@ -192,7 +192,7 @@ class TicketServer:
         return found.peer if found else None
 
     def keep(self, ticket: str, seconds: float | None = None) -> bool:
-        """Let a peer stay for ``seconds`` more, or as long as it lives if that is None.
+        """Let a peer stay for ``seconds`` more, or until it ends if that is None.
 
         Returns False if the peer is gone.
         """
@@ -229,7 +229,7 @@ class TicketServer:
                 continue
             try:
                 self._admit(connection)
-            except Exception:  # of one client: the next ones are admitted all the same
+            except Exception:  # concerns this client only: continue with the next ones
                 self._warnings.exception("cannot admit a client")
                 connection.close()
 
@@ -298,7 +298,7 @@ class TicketServer:
         self._end(ticket)
 
     def _listen(self, ticket: str) -> None:
-        """Notice that a peer has gone. A peer that sends data violates the protocol."""
+        """End a peer that has closed its connection, or violated the protocol by sending data."""
         try:
             with contextlib.suppress(ConnectionError):
                 self._entries[ticket].connection.recv(1)
@@ -330,9 +330,9 @@ def request_ticket(
 ) -> tuple[socket.socket, dict[str, str | int], list[int]]:
     """Connect to the ticket server at ``path``; returns the connection, the message and its files.
 
-    The server's path is the daemon's socket with one more suffix. The ticket,
-    ``message["ticket"]``, is valid until the connection is closed. Raises DaemonUnavailable, with
-    the daemon's reason if it gave one.
+    The server's path is the daemon's socket path with a suffix. The ticket, ``message["ticket"]``,
+    is valid until the connection is closed. Raises DaemonUnavailable, with the daemon's reason if
+    it gave one.
     """
     daemon = path.with_suffix("")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

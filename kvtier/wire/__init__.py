@@ -1,4 +1,4 @@
-"""The wire: protocol versions, and conversions between messages and kvtier's own types.
+"""The wire protocol: its versions, and conversions between messages and kvtier's types.
 
 Client and daemon both import this package, and neither imports the other.
 """

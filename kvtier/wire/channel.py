@@ -37,6 +37,6 @@ def _without_traceback(
         try:
             return response_deserializer(reply)
         except DecodeError:
-            return None  # gRPC treats it as a failure
+            return None  # gRPC treats None as a failure
 
     return make(method, response_deserializer=parse, **more)

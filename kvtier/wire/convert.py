@@ -111,7 +111,7 @@ def purpose_to_wire(purpose: LoadPurpose) -> "pb.LoadRequest.Purpose.ValueType":
 
 
 def purpose_from_wire(number: "pb.LoadRequest.Purpose.ValueType") -> LoadPurpose:
-    """Return a load's purpose; an unknown one promotes and copies, as all loads once did."""
+    """Return a load's purpose; an unknown one means promote and copy, as all loads once did."""
     return next((each for each, own in _PURPOSES.items() if own == number), LoadPurpose.COPY)
 
 
@@ -165,7 +165,7 @@ def traits_fault(traits: RequestTraits) -> str:
         ("max_load_tokens", traits.max_load_tokens, _TOKENS_MAX),
     )
     for name, value, high in ranges:
-        if value is not None and not 0 <= value <= high:  # which NaN is not either
+        if value is not None and not 0 <= value <= high:  # rejects NaN, too
             return f"traits.{name} is {value}; it goes from 0 to {high}"
     return ""
 

@@ -3,8 +3,8 @@
 Rules
 -----
 * An invalid field raises ``ValueError`` with its name and range; the service refuses the call.
-* Impossible step samples are dropped silently: among so many, one does not matter.
-* A field that is left out counts as not stated.
+* Impossible step samples are dropped silently: one among many does not matter.
+* A missing field means unknown.
 """
 
 from collections.abc import Sequence
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 _TOKENS_MAX = 2**40
-"""Bound on tokens waiting, or attended to, on one engine: far above what a day computes."""
+"""Limit for the tokens waiting, or attended to, on one engine: far more than a day's work."""
 
 _FLOPS_MAX = 1e24
 """Above any machine, and low enough that sums stay finite."""
 
 _ATTENDED_MAX = 1e18
-"""Bound in tokens squared: a million prompts of a million tokens in one step."""
+"""Limit in tokens squared: a million prompts of a million tokens in one step."""
 
 
 def traits_from_wire(traits: pb.Traits) -> RequestTraits:
@@ -126,7 +126,7 @@ def outcomes_from_wire(outcomes: Sequence[pb.Outcome]) -> tuple[PlanOutcome, ...
 
 
 def check_length(name: str, what: Sequence[object], most: int) -> None:
-    """Raise ValueError, which names the field, if it has more than ``most`` entries."""
+    """Raise ValueError, naming the field, if it has more than ``most`` entries."""
     if len(what) > most:
         raise ValueError(f"{name} has {len(what)} entries; {most} is the most")
 
@@ -163,5 +163,5 @@ def _runs_of(name: str, outcome: pb.Outcome) -> tuple[tuple[TierName, int], ...]
 
 
 def _check(name: str, value: float, high: float) -> None:
-    if not 0 <= value <= high:  # which NaN is not either
+    if not 0 <= value <= high:  # rejects NaN, too
         raise ValueError(f"{name} is {value}; it goes from 0 to {high}")

@@ -89,7 +89,7 @@ class DemoPass:
 
     @property
     def median(self) -> DemoAnswer:
-        """The answer with the median TTFT."""
+        """Return the answer with the median TTFT."""
         return sorted(self.answers, key=lambda answer: answer.ttft_s)[len(self.answers) // 2]
 
 
@@ -310,7 +310,7 @@ class DemoRun:
         return DemoPass(name, tuple(answers), is_same, tuple(problems))
 
     def _ask(self, name: str, question: str) -> tuple[DemoAnswer, list[str]]:
-        """Return the answer once all transfers are done, and what is wrong with its origin."""
+        """Return the answer once all transfers are done, and problems with its origin."""
         tier = TierName(name) if name != COLD else TierName.GPU
         before = self._deployment.hit_tokens(tier)
         answer = self._asked.ask(f"{self._document}\n\n{question}")

@@ -30,7 +30,7 @@ class RunningDaemon:
     """A daemon that listens on the configured socket."""
 
     pid: int
-    """Its process id; 0 if it is in another container or does not let us connect."""
+    """Its process id; 0 if it is in another container or does not accept connections."""
 
     uid: int | None = None
     """Its user; None if unknown."""

@@ -2,7 +2,7 @@
 
 Rules
 -----
-* No call waits: files are read on a thread, and the caller polls for the answer of a request.
+* No call waits: files are read on a thread, and the caller polls for a request's answer.
 * The files are checked again for each request, since an engine that has unloaded an adapter reads
   it from its directory again. If it has changed since the engine started, the engine may have
   loaded either content.
@@ -32,7 +32,7 @@ _WAIT_S = 0.25
 """How long a request waits for its answer; a file that takes longer helps the next request."""
 
 _ADAPTERS_MAX = 1024
-"""Adapters that are remembered by number and name; engines use some hundreds."""
+"""Limit of adapters tracked by number and name; engines use some hundreds."""
 
 _WAITING_MAX = 256
 """Requests whose answer is pending. If a file system hangs, later requests are not cached."""
@@ -60,7 +60,7 @@ class _Pending(NamedTuple):
 
 
 class AdapterFingerprints:
-    """Asked once for each request with an adapter; ``since_ns`` is when the engine started."""
+    """Fingerprints the adapter of each request; ``since_ns`` is when the engine started."""
 
     def __init__(
         self, digests: FileDigests, since_ns: int, clock: Callable[[], float] = time.monotonic
@@ -96,7 +96,7 @@ class AdapterFingerprints:
         return ""
 
     def ask(self, request_id: str, adapter: Adapter) -> None:
-        """Start to fingerprint the adapter of a request."""
+        """Start fingerprinting the adapter of a request."""
         doubt = self.note(adapter)
         answer: Future[bytes] = Future()
         if self._reader.submit(self._find, answer, adapter, doubt):
@@ -121,7 +121,7 @@ class AdapterFingerprints:
         self._pending.pop(request_id, None)
 
     def close(self) -> None:
-        """Stop; a file that is being read is read to its end unless the digests are ended first."""
+        """Stop; a file being read is read to its end unless the digests are ended first."""
         self._reader.close(0)
 
     def _find(self, answer: Future[bytes], adapter: Adapter, doubt: str) -> None:

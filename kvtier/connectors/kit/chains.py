@@ -8,7 +8,7 @@ __all__ = ["RankChains"]
 
 
 class RankChains:
-    """The key spaces differ by rank, and so do the hashes; all chains have the same length."""
+    """One chain per rank, all of the same length; hashes differ since key spaces do."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class BlockCopier(Protocol):
 
     @property
     def arena(self) -> ArenaPin | None:
-        """Return what has to pin the daemon's arena, or None."""
+        """Return the object that pins the daemon's arena, or None if it need not be pinned."""
 
     def fence(self) -> Fence:
         """Return the current point in the engine's work; call it on an engine thread."""
@@ -36,7 +36,7 @@ class BlockCopier(Protocol):
         """Fill each slot with engine blocks; yields once per filled slot, in order."""
 
     def scatter(self, slots: Sequence[memoryview], blocks: Sequence[Sequence[int]]) -> None:
-        """Fill engine blocks from each slot; parts for a negative block are skipped."""
+        """Fill engine blocks from each slot; parts for a negative block id are skipped."""
 
     def is_staged(self, slot: memoryview) -> bool:
         """Return whether a slot's bytes are copied an extra time on their way."""
@@ -55,7 +55,7 @@ def open_copies(pages: Pages) -> BlockCopier:
 
 
 class _CompletedFence:
-    """The fence of work that is complete when it is started."""
+    """The fence of synchronous work, which is always complete."""
 
     def is_over(self) -> bool:
         return True
@@ -65,10 +65,10 @@ class _CompletedFence:
 
 
 class HostCopier:
-    """One copy for each block, with NumPy, which releases the GIL meanwhile."""
+    """Copies block by block with NumPy, which releases the GIL meanwhile."""
 
     num_readers = 4
-    """They share the memory bandwidth, and also wait for the daemon."""
+    """Threads share the memory bandwidth, and also wait for the daemon."""
     arena = None
 
     def __init__(self, pages: Pages) -> None:

@@ -11,7 +11,7 @@ Rules
 -----
 * The connector queues work only on lanes: never on the engine's stream, and never on the default
   stream, which would block the engine's.
-* A lane's memory is allocated on the lane: what the engine's stream has freed may still be in use
+* A lane's memory is allocated on the lane: memory freed by the engine's stream may still be in use
   there.
 * Nothing is allocated once the engine computes: it may be recording its graphs, or be out of
   memory.
@@ -33,7 +33,7 @@ _PAUSES_S = (0.0002, 0.002)
 
 
 class Fence(Protocol):
-    """A point in a stream: the work queued before it is complete, or not yet."""
+    """A point in a stream, which is reached when the work queued before it is complete."""
 
     def is_over(self) -> bool:
         """Return whether that work is complete."""
@@ -43,7 +43,7 @@ class Fence(Protocol):
 
 
 class DeviceLane(Protocol):
-    """A stream of its own. Queue work within ``with lane``; it is complete once a mark is over."""
+    """A separate stream. Queue work within ``with lane``; it is complete once a mark is over."""
 
     def __enter__(self) -> Self: ...
 
@@ -97,7 +97,7 @@ def is_reached(fence: Fence, timeout_s: float) -> bool:
 
 
 class CudaDevice:
-    """A CUDA GPU, or a ROCm GPU, which torch also calls cuda. Thin: it cannot run on a CPU."""
+    """A CUDA or ROCm GPU; torch calls both cuda. Kept thin, since it cannot run on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,15 +183,15 @@ class _CudaLane:
 _log = Log("kvtier.connector")
 
 _PIECE_BYTES = 256 << 20
-"""Takes about 25 ms, during which other calls to the driver wait, also the engine's."""
+"""Registering it takes about 25 ms, for which other driver calls wait, also the engine's."""
 
 
 class PinnedArena:
     """An ``ArenaPin`` for one device. Arenas come and go with their daemons.
 
     A device copies fast only to and from memory that is pinned and registered with it. The arena is
-    registered in pieces, on a thread of the client, while blocks are served already; where it is
-    not registered yet, copies go through a pinned buffer. A failure is final, and logged.
+    registered in pieces, on a thread of the client, while blocks are already served; where it is
+    not registered yet, copies go through a pinned buffer. A failure is logged and final.
     """
 
     def __init__(self, device: Device, piece_bytes: int = _PIECE_BYTES) -> None:

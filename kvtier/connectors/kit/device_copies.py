@@ -30,7 +30,7 @@ __all__ = ["DeviceCopier"]
 _log = Log("kvtier.connector")
 
 _STAGE_BYTES = 16 << 20
-"""A copy takes 0.3 ms to 1 ms on current buses, which hides the cost of starting it."""
+"""Copying it takes 0.3 ms to 1 ms on current buses, which hides the cost of starting a copy."""
 
 _NUM_STAGES = 2
 

@@ -1,6 +1,6 @@
 """Keeps faults out of the engine: hooks that do not raise, threads that do not delay its exit.
 
-A file system or a device that hangs blocks its caller forever. Python joins the threads of its own
+A hanging file system or device blocks its caller forever. Python joins the threads of its own
 executors before it exits, so the engine would never exit either; ``Threads`` are not joined.
 """
 
@@ -24,7 +24,7 @@ def guarded(log: Log, otherwise: Callable[[], object]) -> Callable[[_Hook], _Hoo
     """Make a hook return ``otherwise()`` instead of raising into the engine."""
 
     def decorate(hook: _Hook) -> _Hook:
-        faults = RateLimitedLog(log)  # a hook is called at every step
+        faults = RateLimitedLog(log)  # hooks are called at every step
 
         @wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:

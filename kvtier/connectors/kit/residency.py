@@ -15,7 +15,7 @@ TIER_BIT: Mapping[TierName, int] = {tier: 1 << n for n, tier in enumerate(LOWER_
 
 
 class BlockResidency:
-    """Answers for many blocks at once; takes 33 bytes a block."""
+    """The tiers of each block, as bits, for many blocks at once; takes 33 bytes per block."""
 
     def __init__(self) -> None:
         self._table = HashTable()

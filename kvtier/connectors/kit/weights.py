@@ -3,14 +3,14 @@
 Theory
 ------
 An engine reads the files some time after it started and does not report what it read. So a file
-identifies what the engine has only if it has not changed since before that. The inode's change time
-tells, since no program can set it. A file that the hub's cache stores under the digest of its
+identifies what the engine has only if it has not changed since the start. The inode's change time
+shows that, since no program can set it. A file that the hub's cache stores under the digest of its
 content may be newer, because this very start may have fetched it; it counts as long as its content
 still has that digest. The name alone is not trusted: programs write through the links of a
 snapshot, and nothing verifies a download.
 
-Reading a hundred gigabytes takes minutes, so digests of large files are saved in a record. Its key
-is what identifies one state of a file: inode, size, times and both ends of the content.
+Reading a hundred gigabytes takes minutes, so digests of large files are saved in a record. The key
+of an entry identifies one state of a file: inode, size, times and both ends of the content.
 """
 
 import hashlib
@@ -57,11 +57,12 @@ _NUM_READERS = 4
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 _BESIDE = (".json", ".py")
-"""Tables of contents, quantization, image preprocessing, and code shipped with the model."""
+"""Files beside the weights that count: tables of contents, quantization, image preprocessing, and
+code shipped with the model."""
 
 _NO_PART = re.compile(r"\..*|original|checkpoint-[0-9]+")
-"""Directories within a model's that no engine reads: those of git and of the hub, the same weights
-in another format (which vLLM does not download either), and training checkpoints."""
+"""Subdirectories that no engine reads: those of git and of the hub, the same weights in another
+format (which vLLM does not download either), and training checkpoints."""
 
 _FOLDERS_MAX = 256
 _FILES_MAX = 4096
@@ -101,7 +102,7 @@ class FileDigests:
 
         Raises OSError if it cannot be read, ValueError if it changes meanwhile or is not regular.
         """
-        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for its writer
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
             raise ValueError(f"{path} is not a regular file")
         with path.open("rb", buffering=0) as content:
             state = _state(content)
@@ -193,7 +194,7 @@ def hub_snapshot(name: str, revision: str | None, cache: str | None, since_ns: i
     Raises OSError if there is none, and ValueError if the cache has several and the name has
     referred to another one since the engine started.
     """
-    from huggingface_hub import snapshot_download  # it comes with the engine, not with kvtier
+    from huggingface_hub import snapshot_download  # installed with the engine, not with kvtier
 
     found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
     folder = Path(found)
@@ -327,9 +328,9 @@ _PROGRESS_S = 10.0
 
 
 class WeightsFingerprint:
-    """Fingerprints a model's weights on a thread; until it has ended nothing can be cached.
+    """Fingerprints a model's weights on a thread; until it is done nothing can be cached.
 
-    ``since_ns`` is when the engine, which reads the files after that, started.
+    ``since_ns`` is when the engine started, which reads the files after that.
     """
 
     def __init__(self, find_model: Callable[[], Path], since_ns: int, digests: FileDigests) -> None:
@@ -347,11 +348,11 @@ class WeightsFingerprint:
         """Why there will be no fingerprint."""
 
     def start(self) -> None:
-        """Start to read."""
+        """Start reading."""
         threading.Thread(target=self._run, name="kvtier-weights", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is a fingerprint or a refusal; False if there is neither in time."""
+        """Wait for a fingerprint or a refusal; returns False on timeout."""
         return self._is_over.wait(timeout_s)
 
     def _run(self) -> None:
@@ -388,7 +389,7 @@ class WeightsFingerprint:
 
 
 def began_ns() -> int:
-    """Return when this process started, which is before it or a child of it read any weights."""
+    """Return when this process started, before it or its children read any weights."""
     return int(psutil.Process().create_time() * 1e9)
 
 

@@ -6,9 +6,9 @@
 Theory
 ------
 vLLM creates one connector in its scheduler process and one in each worker process. The scheduler
-half hashes prompts, asks the daemon, leases what it found in the arena, and only then reports a
-hit. The worker halves copy between vLLM's tensors and the arena, on threads of their own. A worker
-describes its blocks to the scheduler half once, in vLLM's handshake. The scheduler half
+half hashes prompts, queries the daemon, leases the found blocks in the arena, and only then reports
+a hit. The worker halves copy between vLLM's tensors and the arena, on threads of their own. A
+worker describes its blocks to the scheduler half once, in vLLM's handshake. The scheduler half
 fingerprints the weights from their files on a thread and sends the result to the workers with its
 first jobs: reading a hundred gigabytes takes minutes, and vLLM serves meanwhile.
 

@@ -1,8 +1,8 @@
-"""What identifies vLLM's blocks: their key space, and for each block adapter and media.
+"""Determines the identity of vLLM's blocks: their key space, and each block's adapter and media.
 
-A worker knows all of a key space but the weights. The scheduler half fingerprints these, so that a
-machine reads them once and vLLM does not wait. Until the key spaces are known, vLLM serves without
-kvtier; if they cannot be determined, the reason is logged once.
+A worker knows everything about its key space except the weights. The scheduler half fingerprints
+those, so that a machine reads them once and vLLM does not wait. Until the key spaces are known,
+vLLM serves without kvtier; if they cannot be determined, the reason is logged once.
 
 An image's tokens are placeholders, the same for all images. What distinguishes them is an
 identifier, which vLLM derives from the image's content and its preprocessing.
@@ -36,11 +36,11 @@ _BLOCK_TOKENS = 64
 """Minimum tokens of a kvtier block; vLLM's own have 16 on most devices, 128 on CPUs."""
 
 _DIGEST = re.compile(r"(.*:)?[0-9a-f]{64}([0-9a-f]{64})?", re.DOTALL)
-"""An identifier that vLLM derives from content, after an adapter's name if that sees the image.
+"""An identifier that vLLM derives from content, prefixed with the name of an adapter that sees it.
 
-A client may give an identifier of its own instead. It is responsible for it during one run of vLLM,
-but blocks that outlive the run cannot rely on a name such as ``image-1``. If preprocessing has
-options, vLLM hashes the client's identifier, and it has to be trusted.
+A client may choose an identifier instead, such as ``image-1``. It vouches for it during one run of
+vLLM, but blocks outlive the run and cannot rely on it. If preprocessing has options, vLLM hashes
+the client's identifier, which then has to be trusted.
 """
 
 
@@ -92,7 +92,7 @@ def adapter_of(lora: Any) -> Adapter:
         doubt = f"{type(lora).__name__} may carry weights of its own"
     elif getattr(lora, "tensorizer_config_dict", None):
         doubt = "its weights are loaded by tensorizer"
-    # vLLM reads the weights of experts in one of two ways, as the request says.
+    # vLLM reads the weights of experts in one of two ways, which the request selects.
     settings = {"is_fused": bool(getattr(lora, "is_3d_lora_weight", False))}
     return Adapter(
         lora.lora_int_id, lora.lora_name, "" if doubt else lora.lora_path, settings, doubt
@@ -100,10 +100,10 @@ def adapter_of(lora: Any) -> Adapter:
 
 
 def can_be_named(request: Any) -> bool:
-    """Return whether everything but the adapter that determines a request's blocks is known.
+    """Return whether everything that determines a request's blocks is known, except its adapter.
 
-    It is not for embeddings in place of tokens, nor for a session that takes more input, for which
-    vLLM replaces earlier tokens.
+    It is unknown for embeddings in place of tokens, and for a session that takes more input, since
+    vLLM then replaces earlier tokens.
     """
     if request.prompt_embeds is not None or getattr(request, "resumable", False):
         return False
@@ -132,14 +132,17 @@ def extra_keys(request: Any, adapter: bytes, block_tokens: int) -> Mapping[int, 
 _log = Log("kvtier.vllm")
 
 _WAIT_S = 5.0
-"""vLLM's start takes longer; weights whose digests are recorded are known at once."""
+"""vLLM takes longer to start; weights with recorded digests are known at once."""
 
 
 class KeySpaceResolver:
-    """Runs in the process of the scheduler half; ``close`` stops its threads."""
+    """Determines the key spaces of all ranks, on threads of the scheduler half's process."""
 
     def __init__(self, find_model: Callable[[], Path], refusal: str) -> None:
-        """Start to fingerprint the weights that ``find_model`` returns, unless refused."""
+        """Start fingerprinting the weights of the model that ``find_model`` returns.
+
+        With a ``refusal``, which says why blocks cannot be cached, nothing is read.
+        """
         since_ns = began_ns()
         self._digests = FileDigests(record_path())
         self._fingerprint = WeightsFingerprint(find_model, since_ns, self._digests)

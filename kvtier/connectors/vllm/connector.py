@@ -1,7 +1,7 @@
-"""The class that vLLM loads: its hooks, each delegating to the scheduler or worker half.
+"""The class that vLLM loads; each hook delegates to the scheduler half or the worker half.
 
-vLLM creates one for its scheduler and one for each worker. A hook that fails is logged, and returns
-what it would return for an empty cache. Imports vLLM.
+vLLM creates one instance for its scheduler and one for each worker. A failing hook is logged, and
+returns what it would return for an empty cache. Imports vLLM.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ def _nothing() -> None:
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there to be checked
-    """kvtier's connector for vLLM; has a scheduler half or a worker half, as ``role`` says."""
+    """kvtier's connector for vLLM; has a scheduler half or a worker half, depending on ``role``."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,7 +87,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_open(_nothing)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the KV tensors, and describe their blocks."""
+        """Accept the KV tensors, and describe their blocks."""
         if self._setup is not None:
             self._facts, self._copies = self._setup.describe(kv_caches)
 
@@ -148,7 +148,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the descriptions of the workers' blocks, and start."""
+        """Accept the descriptions of the workers' blocks, and start."""
         if self._resolver is not None:
             handshakes = [metadata[rank] for rank in sorted(metadata)]
             self._resolver.set_ranks([getattr(each, "facts", _FOREIGN) for each in handshakes])
@@ -179,7 +179,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool."""
+        """Accept vLLM's block pool."""
         self._pool = gpu_block_pool
 
     @_open(_nothing)
@@ -200,7 +200,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many more tokens are held; None: ask again."""
+        """Return how many more tokens are held; None: vLLM should ask again."""
         if self._scheduler is None or self._resolver is None:
             return 0, False
         if self._resolver.adapters.is_pending(request.request_id):
@@ -232,7 +232,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_open(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' results."""
+        """Accept the workers' results."""
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and metadata is not None:
             self._scheduler.take_results(metadata.results)
@@ -252,8 +252,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def has_pending_push_work(self) -> bool:
         """Make vLLM run steps while a store has blocks of its pool, or events are waiting.
 
-        Also at the start, without requests: with the first step the workers learn that they may
-        start, and until the first session vLLM's metrics are updated.
+        Also at the start, without requests: the first step tells the workers that they may start,
+        and steps until the first session update vLLM's metrics.
         """
         if self._scheduler is None:
             return False
@@ -297,7 +297,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_open(_nothing)
     def get_kv_connector_stats(self) -> KvtierStats | None:
-        """Return what was counted since the last step."""
+        """Return the counts since the last step."""
         half = self._scheduler or self._worker
         counts = half.take_counts() if half else None
         return KvtierStats.of(counts) if counts else None
@@ -329,7 +329,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_open(_nothing)
     def _prepare(self, role: KVConnectorRole) -> None:
-        """Read the settings, and start to resolve the key spaces."""
+        """Read the settings, and start resolving the key spaces."""
         join_log()
         # A block that is not loaded is computed. vLLM's default is to fail the request; its
         # scheduler reads this right after it has created the connector.

@@ -1,7 +1,7 @@
-"""What the daemon learns about vLLM: step durations, the backlog, and the usage of its own cache.
+"""vLLM's state as reported to the daemon: step durations, backlog, and usage of its own cache.
 
-A step starts when it is scheduled and ends when its output is there. If several are running, as in
-vLLM on GPUs, a step counts from the end of the one before.
+A step starts when it is scheduled and ends when its output is available. If several are running, as
+in vLLM on GPUs, a step counts from the end of the previous one.
 """
 
 import math
@@ -31,7 +31,7 @@ class StepChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether the whole prompt was computed before."""
+        """Return whether the whole prompt was already computed."""
         return self.num_past >= self.num_prompt
 
 
@@ -73,7 +73,7 @@ class StepClock:
     def begin(self, chunks: Sequence[StepChunk], now_s: float) -> int:
         """Record that a step was scheduled; returns its number.
 
-        A step without chunks computes something unknown.
+        The content of a step without chunks is unknown.
         """
         self.computing_s = now_s
         self._num_begun += 1
@@ -83,7 +83,7 @@ class StepClock:
         return self._num_begun
 
     def end(self, number: int, now_s: float) -> VllmStep | None:
-        """Return an ended step with its duration; None if it is unknown or its content is."""
+        """Return an ended step with its duration; None if the step or its content is unknown."""
         if number:
             self.computing_s = now_s
         step = self._open.pop(number, None)
@@ -112,7 +112,7 @@ class Backlog:
         )
 
     def end_step(self) -> None:
-        """Count again in the next step."""
+        """Discard the count, so that the next step counts again."""
         self._total = None
 
 

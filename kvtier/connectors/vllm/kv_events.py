@@ -2,8 +2,8 @@
 
 An event describes a block completely: its hash and its parent's in vLLM's form, tokens, block size.
 So a router can learn about a block that it never saw computed. Only vLLM sends
-``AllBlocksCleared``, which routers apply to every medium; kvtier's blocks are announced again after
-it. Imports vLLM.
+``AllBlocksCleared``, which routers apply to every medium; afterwards kvtier's blocks are announced
+again. Imports vLLM.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ from kvtier.connectors.vllm.router_feed import CPU, BlockNames, RoutedBlock, Rou
 __all__ = ["KvEvents", "open_events"]
 
 _BLOCKS_MAX = 65_536
-"""Blocks that are remembered: four million tokens with 64-token blocks, and 60 MB."""
+"""Limit of tracked blocks: four million tokens with 64-token blocks, and 60 MB."""
 
 _BLOCKS_A_STEP = 512
-"""Blocks published per step, which takes two milliseconds; the rest waits."""
+"""Blocks published per step, which takes two milliseconds; others wait."""
 
 _FAULTS_MAX = 8
 """Consecutive faults after which waiting events are dropped: vLLM runs steps while any wait."""

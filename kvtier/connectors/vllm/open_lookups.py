@@ -1,4 +1,4 @@
-"""The lookups of all requests: when they start, and what vLLM is told.
+"""The lookups of all requests: when they start, and what is reported to vLLM.
 
 Rules
 -----
@@ -27,7 +27,7 @@ _LOOKUPS_MAX = 2
 """Lookups per request and preemption: a second one if the first, or its load, failed."""
 
 _LOST_MAX = 8
-"""How often a lookup is not counted whose blocks were lost before vLLM had room for them."""
+"""Lookups per request not counted because their blocks were lost before vLLM had room for them."""
 
 _OPEN_MAX = 64
 """Lookups running or holding blocks; further requests wait until some of these have ended."""
@@ -36,7 +36,7 @@ _TURN_S = 1.0
 """How long a request waits for its lookup to start; then vLLM may compute it."""
 
 _NUM_ASKERS = 16
-"""Most wait for a slow tier, and lookups of a fast one must not queue behind them."""
+"""Threads for lookups: most wait for a slow tier, and those of a fast one must not queue behind."""
 
 _LEASE_LEFT_S = 0.25
 """A hit is reported only if its lease lasts this much longer: the copy starts within a step."""
@@ -55,7 +55,7 @@ class OpenLookups:
         self._deadlines = clients[0].deadlines
         self._open: dict[str, PrefixLookup] = {}
         self._empty_until_s = 0.0
-        """Until then the daemon is known to have nothing, on the monotonic clock."""
+        """Time on the monotonic clock until which the daemon is known to have nothing."""
         self._stored_s = 0.0
         """When workers last ended stores, on the monotonic clock."""
         self._faults = RateLimitedLog(_log)
@@ -89,7 +89,7 @@ class OpenLookups:
     def begin(self, tracked: TrackedRequest, num_computed: int, *, is_quiet: bool) -> int | None:
         """Start a lookup and return None; return 0 if vLLM should compute instead.
 
-        ``is_quiet``: no store is running, after which the daemon might have something.
+        ``is_quiet``: no store is running that could give the daemon something.
         """
         tracked.note_preemptions()
         first = num_computed // self._block_tokens
@@ -165,7 +165,7 @@ class OpenLookups:
         now_s = time.monotonic()
         if not lookup.is_over:
             return now_s > lookup.began_s + self._deadlines.lookup_s + self._deadlines.load_s
-        # vLLM has lost blocks of its own meanwhile, which precede those that are held.
+        # vLLM has lost blocks of its own that precede the held ones.
         is_behind = num_computed // self._block_tokens < lookup.first
         is_lost = lookup.num_blocks > 0 and now_s > lookup.good_until_s - _LEASE_LEFT_S
         if lookup.num_blocks and (is_behind or is_lost) and tracked.num_lost < _LOST_MAX:

@@ -157,7 +157,7 @@ class OpenStores:
         if tracked.offload_tokens is not None:
             end = min(end, tracked.offload_tokens // self._block_tokens)
         first, ratio = tracked.num_offered, self._ratio
-        if end <= first:  # in nearly all steps
+        if end <= first:  # true in nearly all steps
             return None
         end = min(end, first + self._room() // ratio)  # the rest in a later step
         flat = tracked.blocks[first * ratio : end * ratio]

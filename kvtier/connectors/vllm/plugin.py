@@ -1,7 +1,7 @@
 """The vLLM plugin that registers the connector's name; vLLM runs it in each of its processes.
 
-It only names the connector's module and does not import it, so it costs nothing if vLLM uses
-another connector or none.
+It names the connector's module without importing it, so it costs nothing if vLLM uses another
+connector or none.
 """
 
 from kvtier.observe.log import Log

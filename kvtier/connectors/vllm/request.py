@@ -1,4 +1,4 @@
-"""One request of vLLM as the scheduler half tracks it, its lookup, and where its time went."""
+"""One request of vLLM as the scheduler half tracks it, with its lookup and timing."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ __all__ = ["PrefixLookup", "RequestTimes", "TrackedRequest", "note_blocks"]
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Where the time until a request's first token went, as far as vLLM's scheduler sees it.
+    """Breakdown of the time until a request's first token, as seen by vLLM's scheduler.
 
     Restoring is lookup and copy; computing starts with the first step that has a chunk of the
     request; the rest was spent in vLLM's queue. All times are on one monotonic clock.
@@ -96,7 +96,7 @@ class PrefixLookup:
     good_until_s: float = 0.0
     max_offload_tokens: int | None = None
     empty_until_s: float = 0.0
-    """Until then some rank's tiers hold nothing but what is stored after this lookup started."""
+    """Time until which some rank's tiers hold only blocks stored after this lookup started."""
     began_s: float = field(default_factory=time.monotonic)
     took_s: float = 0.0
     _held: list[HeldBlocks] = field(default_factory=list)
@@ -129,7 +129,7 @@ class PrefixLookup:
                 self.release()
 
     def release(self) -> None:
-        """Release what is held, or will be. Never waits."""
+        """Release blocks that are held or will be. Never waits."""
         self.is_unwanted = True
         for held in list(self._held):
             held.release()
@@ -183,7 +183,7 @@ class PrefixLookup:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request and what vLLM reports about it only once."""
+    """A request, and the facts that vLLM reports about it only once."""
 
     request: Any
     tenant: bytes
@@ -210,7 +210,7 @@ class TrackedRequest:
     advised_tokens: int | None = None
     """The daemon's last advice on how many tokens to offer; None without a lookup."""
     num_followed: int = 0
-    """Leading kvtier blocks that the router feed knows."""
+    """Leading kvtier blocks that the router feed tracks."""
     is_stale: bool = False
     """Whether it has blocks from before a reset; it then offers none."""
 

@@ -18,7 +18,7 @@ __all__ = ["CacheReset"]
 _log = Log("kvtier.vllm")
 
 _WAIT_S = 1.0
-"""Timeout in vLLM's scheduler thread, which it blocks. CPU tier and Redis take milliseconds."""
+"""Timeout on vLLM's scheduler thread, which it blocks. CPU tier and Redis take milliseconds."""
 
 _RETRY_S = 30.0
 """Timeout on a thread: an SSD overwrites dropped blocks at about 1 GB/s."""

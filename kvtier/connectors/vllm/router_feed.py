@@ -11,12 +11,12 @@ Rules
 -----
 * A block is announced once per medium and withdrawn once. kvtier blocks that diverge inside share
   some vLLM blocks, and each announces them: routers count references, as vLLM expects.
-* A medium has a block only while every rank has it there; otherwise nobody can load it.
+* A medium has a block only while every rank has it there; otherwise it cannot be loaded.
 * Blocks nearest to a root are announced first, even over several takes: some routers drop a block
   whose parent they do not know, and would not be told again.
-* The memory is bounded. The blocks that were used the longest ago are forgotten, from the end of
-  their chain, and withdrawn.
-* Several changes of a block between two takes are combined into one, or none.
+* The memory is bounded. The least recently used blocks are forgotten, from the end of their chain,
+  and withdrawn.
+* Several changes of a block between two takes are combined into one, or cancel out.
 """
 
 import threading
@@ -52,7 +52,7 @@ __all__ = [
 
 CPU, STORAGE = 1, 2
 MEDIA = (CPU, STORAGE)
-"""Bits. SSD and Redis are one medium in vLLM's events."""
+"""Media as bits. SSD and Redis are one medium in vLLM's events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class _Stale:
 
 
 class RouterFeed:
-    """Collects updates for routers.
+    """Collects announcements and withdrawals of blocks for routers.
 
     Changes may come from any thread; use everything else on the scheduler's thread.
     """
@@ -197,9 +197,9 @@ class RouterFeed:
                 tracked.num_followed = self._learn(tracked.request, chains, tracked.num_followed)
 
     def take(self, blocks_max: int) -> RouterUpdate:
-        """Take the updates of at most ``blocks_max`` blocks, and as many of forgotten ones.
+        """Take the updates of at most ``blocks_max`` blocks, and of as many forgotten ones.
 
-        The latter cannot pile up, since blocks are not announced any faster.
+        Forgotten ones cannot pile up, since blocks are not announced any faster.
         """
         update = RouterUpdate()
         if not self.is_waiting:

@@ -1,11 +1,11 @@
-"""The scheduler half: answers vLLM's scheduler, one call after the other.
+"""The scheduler half: answers vLLM's scheduler, one call at a time.
 
 Rules
 -----
 * No call waits: lookups run on threads, and vLLM asks again in its next step.
 * A hit is reported only if all ranks hold it, from where vLLM's own tokens end.
-* vLLM waits for each load that it was promised until a worker reports it. So there is a job for
-  each, even if only to report that nothing was loaded.
+* vLLM waits for each load that it was promised until a worker reports it. So every load has a job,
+  even if only to report that nothing was loaded.
 * A request is not cached if something that determines its KV is unknown, such as an adapter.
 """
 
@@ -33,7 +33,7 @@ from kvtier.core.residency import TierName
 __all__ = ["Rank", "SchedulerHalf"]
 
 _JOIN_S = 5.0
-"""Attaching to a running daemon takes less; without a daemon vLLM becomes idle after this time."""
+"""Attaching to a running daemon takes less; without a daemon, vLLM goes idle after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Rank:
 
 
 class SchedulerHalf:
-    """Answers for all ranks; closes their clients with itself."""
+    """Answers for all ranks; ``close`` also closes their clients."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SchedulerHalf:
         self._jobs = StepJobs()
         self._clock = StepClock()
         self._reported_attached: bool | None = None
-        """The last state that vLLM's metrics were given."""
+        """The last state reported to vLLM's metrics."""
         self._began_s = time.monotonic()
 
     @property
@@ -91,8 +91,8 @@ class SchedulerHalf:
     def has_pending_stores(self) -> bool:
         """Return whether vLLM should run steps until a store has ended.
 
-        Not forever: a store that a worker has not reported after several timeouts will never be.
-        The time counts from the last step that computed, since a store starts when its step ends.
+        Not forever: a store that is not reported after several timeouts never will be. The time
+        counts from the last step that computed, since a store starts when its step ends.
         """
         until_s = self._clock.computing_s + 4 * self._deadlines.store_s
         return len(self._stores) > 0 and time.monotonic() < until_s
@@ -132,7 +132,7 @@ class SchedulerHalf:
                 client.announce([Announcement(tracked.traits, tenant, chain, 0)])
 
     def match(self, request: Any, num_computed: int) -> int | None:
-        """Return how many tokens beyond ``num_computed`` are held; None: ask again."""
+        """Return how many tokens beyond ``num_computed`` are held; None: vLLM should ask again."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache or not self._role.loads:
             return 0

@@ -52,7 +52,7 @@ class ConnectorSetup:
         return Path(self.vllm_config.model_config.model).name
 
     def resolver(self) -> KeySpaceResolver:
-        """Start to resolve the key spaces, for the scheduler half."""
+        """Start resolving the key spaces, for the scheduler half."""
         config = self.vllm_config
         return KeySpaceResolver(lambda: local_model(config), refusal(config, self.kv_cache_config))
 
@@ -82,7 +82,7 @@ class ConnectorSetup:
         router_feed: RouterFeed | None,
         own_tier: Callable[[KVLayout, int], OwnTier],
     ) -> SchedulerHalf:
-        """Build it, with a client for each rank; ``own_tier`` is called with layout and rank."""
+        """Build the half with a client per rank; ``own_tier`` is called with layout and rank."""
         ranks = [
             Rank(
                 self._client(
@@ -103,7 +103,7 @@ class ConnectorSetup:
     def worker_half(
         self, facts: RankReport, weights: bytes, copies: BlockCopier, reports: WorkerReports
     ) -> WorkerHalf:
-        """Start it, once the scheduler half has started. Raises if no thread can be started."""
+        """Start the half after the scheduler half. Raises if no thread can be started."""
         assert facts.blocks is not None, "only served blocks have a copier"
         rank = facts.blocks.parallel_rank
         client = self._client(facts.blocks.space(weights), "worker", rank, pin=copies.arena)

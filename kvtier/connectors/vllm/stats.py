@@ -1,4 +1,4 @@
-"""The connector's counters, and how vLLM shows them: in Prometheus and in its log.
+"""The connector's counters, which vLLM exports to Prometheus and writes to its log.
 
 Theory
 ------

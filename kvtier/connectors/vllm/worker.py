@@ -49,7 +49,7 @@ _Job = TypeVar("_Job", LoadJob, StoreJob)
 
 
 class WorkerHalf:
-    """Carries out jobs with a client, which it closes with itself."""
+    """Carries out jobs with a client; ``close`` also closes the client."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Shared by both connectors for vLLM: supported releases, models and settings, and vLLM's log.
+"""Shared parts of both vLLM connectors: supported releases, models and settings, and logging.
 
 Only ``release`` imports vLLM at import time.
 """

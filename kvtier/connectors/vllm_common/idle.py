@@ -1,9 +1,9 @@
 """Classes that serve nothing, used if the real ones cannot be imported.
 
 An unsupported release of vLLM or a broken dependency must not keep vLLM from starting: vLLM gets
-one of these classes and computes everything itself, or uses its own CPU tier alone. Its log has one
-line with the reason. This module imports as little as possible, because any other import may be the
-broken one; vLLM is imported inside the functions.
+one of these classes and computes everything itself, or uses its own CPU tier alone. Its log gets
+one line with the reason. This module imports as little as possible, because any other import may be
+the broken one; vLLM is imported inside the functions.
 """
 
 import abc

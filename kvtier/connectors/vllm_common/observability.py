@@ -1,8 +1,8 @@
 """kvtier's events in vLLM's log, and kvtier's spans in vLLM's traces.
 
 vLLM configures only its own logger. Without this, kvtier's warnings would appear without their
-fields, and its other events not at all. With it they go where vLLM's lines go, in vLLM's format and
-from vLLM's level on. If a user has configured the logger ``kvtier``, it is left unchanged.
+fields, and its other events not at all. With it, events go to vLLM's log, in vLLM's format and at
+vLLM's level. If a user has configured the logger ``kvtier``, it is left unchanged.
 """
 
 import logging
@@ -16,7 +16,7 @@ __all__ = ["join_log", "join_traces"]
 
 
 class _Passage(logging.Handler):
-    """Passes events on to a logger, which writes them like its own."""
+    """Forwards events to a logger, which writes them like its own."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Names the models and settings of vLLM that are not supported; they stay uncached.
+"""Recognizes models and settings of vLLM that are not supported; their blocks are not cached.
 
 A setting is refused if its KV depends on more than a block's identity covers, or if its blocks are
 not the KV of a fixed number of tokens. Settings that were never examined are refused as well: the
-lists here name what is supported.
+lists here contain what is supported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ _LOAD_FORMATS = frozenset(
         "sharded_state",
     }
 )
-"""Formats that read the files of the model's directory. ``dummy`` and remote streams do not, and
-``npcache`` reads copies that it made of them at an unknown time."""
+"""Formats that read the files in the model's directory. ``dummy`` and remote streams do not, and
+``npcache`` reads copies of them that it made at an unknown time."""
 
 _OTHER_MODELS = ("text_model_id", "audio_model_id")
 """Configuration fields that name hub models from which parts are loaded."""

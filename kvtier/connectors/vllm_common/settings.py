@@ -1,4 +1,4 @@
-"""Settings of the connectors for vLLM, and traits of a request: what users and clients set.
+"""Settings of the vLLM connectors, set by users, and traits of requests, set by clients.
 
 ``kv_connector_extra_config`` is validated when vLLM starts. An invalid key is reported by its name,
 and vLLM serves without a cache.
@@ -38,7 +38,7 @@ _KEYS = ("socket", "only", *_DEADLINES_MS)
 _RECONNECT_S = 1.0
 
 _TOKENS_MAX = 2**32 - 1
-"""The most that a message can carry; no prompt has more."""
+"""The largest number that fits into a message; no prompt has more tokens."""
 
 
 class Role(StrEnum):
@@ -100,8 +100,7 @@ def traits_of(request: Any) -> RequestTraits:
     params = request.kv_transfer_params or {}
     named = RequestTraits(request_id=request.request_id)
     return RequestTraits(
-        # Only used in explanations. Clients can choose it, so one that no message can carry is left
-        # out.
+        # Only used in explanations. Clients can choose it; an id that fits no message is left out.
         request_id="" if traits_fault(named) else request.request_id,
         num_tokens=request.num_tokens,
         max_offload_tokens=_tokens(params.get("max_offload_tokens")),

@@ -14,8 +14,8 @@ secondary tier for single chunks by name. This happens in the scheduler process,
 not wait: names are collected during a step, looked up at its end on a thread, and answered in a
 later step. Bytes are copied between vLLM's memory and the arena, on threads as well.
 
-vLLM's own connector does not tell a tier which model its chunks belong to.
-``KvtierOffloadingConnector`` is that connector, and does.
+vLLM's own connector does not tell a tier which model its chunks belong to. Its subclass
+``KvtierOffloadingConnector`` does.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""A request's chunks, as vLLM names them and as a chain of kvtier's blocks.
+"""A request's chunks, by vLLM's names and as a chain of kvtier's blocks.
 
 vLLM's name for a chunk is a hash of all tokens up to its end. kvtier's hash is derived from that
 and from the previous hash, down to the key space's root. So a hash determines its block's position
@@ -36,7 +36,7 @@ class ChunkChain:
         return len(self.hashes)
 
     def learn(self, names: Collection[bytes]) -> None:
-        """Append the new ones of all names of a request, if they begin with the known ones."""
+        """Append the new names among all of a request's, if these begin with the known ones."""
         if self.hashes and (len(names) < len(self) or self.place(next(iter(names))) != 0):
             return
         self.extend(islice(names, len(self), None))

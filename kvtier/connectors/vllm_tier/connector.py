@@ -1,6 +1,6 @@
-"""vLLM's ``OffloadingConnector``, extended to tell kvtier's tier the identity of the chunks.
+"""vLLM's ``OffloadingConnector``, extended to pass the identity of the chunks to kvtier's tier.
 
-Its scheduler side knows the model, and its workers the format of their pages, which they report in
+Its scheduler side knows the model. Its workers know the format of their pages, and report it in
 vLLM's handshake once vLLM has started both. Imports vLLM.
 """
 

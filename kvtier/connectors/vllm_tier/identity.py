@@ -27,7 +27,7 @@ _STABLE_HASHES = frozenset({"sha256", "sha256_cbor"})
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM's connector knows about the model, and its tiers do not."""
+    """Facts about the model that vLLM's connector knows and its tiers do not."""
 
     name: str
     find_files: Callable[[], Path]
@@ -115,7 +115,7 @@ def chunk_layout(config: Any, chunk_bytes: int) -> KVLayout:
 
 
 def _own_refusals(vllm_config: Any, release: tuple[int, int]) -> Iterator[str]:
-    """Yield what a tier, which sees names only, does not support in addition."""
+    """Yield what else a tier does not support, since it sees only names."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm not in _STABLE_HASHES:
         yield f"vLLM names blocks by {algorithm}: use --prefix-caching-hash-algo sha256"

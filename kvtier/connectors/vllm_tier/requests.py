@@ -56,7 +56,7 @@ class PendingChunkLookup:
 
     @property
     def is_over(self) -> bool:
-        """Return whether there is an answer, or its time is over."""
+        """Return whether there is an answer, or the time for it is over."""
         ends_s = self.asked_s + self.client.deadlines.lookup_s + _QUEUE_S
         return self._is_answered or time.monotonic() > ends_s
 
@@ -64,13 +64,13 @@ class PendingChunkLookup:
 _NUM_ASKERS = 4
 
 _LOOKUPS_MAX = 2
-"""Of one request: one more for what it lacks after vLLM has preempted it."""
+"""Lookups per request: a second one for what it lacks after vLLM has preempted it."""
 
 _OPEN_LOOKUPS_MAX = 256
 """Lookups running at once; further requests are computed."""
 
 Names = Callable[[int], Sequence[bytes]]
-"""Returns the known names of a request from a position on, if vLLM has them in order."""
+"""Returns a request's known names from a position on, if vLLM has them in order."""
 
 
 class ChunkAnswer(Enum):

@@ -1,6 +1,6 @@
 """The class that vLLM loads as a secondary tier. Imports vLLM.
 
-Until the weights are fingerprinted, on a thread, and the daemon is there, the tier is empty:
+Until the weights are fingerprinted, on a thread, and the daemon is attached, the tier is empty:
 lookups miss, and jobs fail at once.
 """
 
@@ -80,7 +80,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         model: ModelFacts | str | None = None,
         **settings: object,
     ) -> None:
-        """Start to look for the daemon.
+        """Start looking for the daemon.
 
         ``settings`` are the user's, with the same keys as those of ``KvtierConnector``. ``model``
         comes from ``KvtierOffloadingConnector``; it may be the reason why the model is not served.
@@ -106,7 +106,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
 
     @_open(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, context: Any) -> LookupResult:
-        """Return whether to load a chunk, or that this is not known yet."""
+        """Return whether to load a chunk, or that it is not known yet."""
         if self._parts is None:
             return LookupResult.MISS
         return _RESULTS[self._parts.requests.ask(context.req_id, key)]
@@ -137,10 +137,10 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
 
     @_open(RequestOffloadingContext)
     def on_new_request(self, context: Any) -> RequestOffloadingContext:
-        """Track a request, and have all its chunks offered, even those that vLLM has itself.
+        """Track a request, and have vLLM offer all its chunks, even those that vLLM has itself.
 
-        The daemon mostly has them already. But blocks are useless without the front of their
-        prompt, and the daemon may have started, or lost it, after vLLM stored it.
+        The daemon usually has them already. But blocks are useless without the front of their
+        prompt, and the daemon may have started after vLLM stored it, or have lost it since.
         """
         parts = self._parts
         if parts is None or not parts.client.is_attached:

@@ -58,7 +58,7 @@ class Ended:
     is_load: bool
     request_id: str = ""
     is_whole: bool = False
-    """Whether all of it succeeded; a store also if the daemon did not want the blocks."""
+    """Whether the whole job succeeded; true for a store if the daemon declined the blocks."""
     names: Sequence[bytes] = ()
     """The chunks that were loaded."""
     missing: Sequence[bytes] = ()
@@ -221,7 +221,7 @@ class ChunkTransfers:
     def _store(self, job: _Job) -> bool:
         order = job.order
         if time.monotonic() > job.began_s + self._client.deadlines.store_s:
-            return False  # it waited too long for its turn, and others are queued behind it
+            return False  # it waited too long for its turn, and others queue behind it
         for run in order.runs:
             hashes = order.hashes[: run.first + len(run.chunks)]
             fill = partial(self._fill, job, run)

@@ -50,7 +50,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ReplayContext:
-    """The parts of a timed replay. The clock of the adapter is that of the event queue."""
+    """The parts of a timed replay. The adapter uses the event queue's clock."""
 
     trace: Trace
     machine: Machine

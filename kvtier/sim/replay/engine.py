@@ -1,10 +1,10 @@
 """Simulated engines of a timed replay, and the requests that they compute.
 
 An engine computes one prompt after another, or all at once if requests do not wait for each other.
-It reports step times and the outcomes of its decisions once a second, like a real one. A request is
-looked up, loaded, computed and stored. If its plan splits, the engine computes from the front while
-blocks load from the back, claim by claim like the real engine, until both meet. Otherwise it
-computes the rest after the load has ended.
+It reports step times and the outcomes of its decisions once per second, like a real one. A request
+is looked up, loaded, computed and stored. If its plan is a split, the engine computes from the
+front while blocks load from the back, claim by claim like the real engine, until both meet.
+Otherwise it computes the rest after the load has ended.
 """
 
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""Replays a trace without time: which blocks a policy keeps, and nothing else.
+"""Replays a trace without time, to compare only which blocks a policy keeps.
 
 All full blocks of a request are resident at its arrival, a hit is a block of the leading run, and
 the partial last block never counts. Papers compare eviction policies this way, and the targets here
@@ -123,7 +123,7 @@ class _Instant:
         )
 
     def _store(self, number: int, hashes: bytes, first: int) -> None:
-        """Store the missing blocks, again as long as the node throttles."""
+        """Store the missing blocks; repeat for the rest while the node throttles."""
         while first < len(hashes) // HASH_BYTES:
             granted = self._prepare(number, hashes, first)
             if not granted.lease:

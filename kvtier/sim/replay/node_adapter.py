@@ -91,7 +91,7 @@ class SsdModel:
         found: list[BlockHash] = []
         for each in history.queues.victims(STORE_TIER, size, named.__contains__):
             found.append(BlockHash(each))
-            # So that its parent may be next. The node reports it again, which changes nothing.
+            # Then its parent may be next. The node reports the eviction again, without effect.
             history.leave(STORE_TIER, [each], Fate.EVICTED)
             if len(found) == count:
                 break
@@ -185,7 +185,7 @@ class NodeAdapter:
         return (gate.num_offered, gate.num_taken) if gate is not None else (0, 0)
 
     def finish(self, work: ac.Read | ac.Write, seconds: float) -> None:
-        """Let a transfer take effect and tell the node."""
+        """Let a transfer take effect and notify the node."""
         self.post(completion(work, self.ssd, seconds))
 
     def _dispatch(self, action: ac.Action) -> None:

@@ -1,4 +1,4 @@
-"""Results of a replay: of each request, and of all of them together."""
+"""Results of a replay: per request, and in total."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Distribution:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Distribution":
-        """Summarize a number of times."""
+        """Summarize durations."""
         if not len(seconds):
             return cls(0.0, 0.0, 0.0, 0.0)
         p50, p90, p99 = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist()
@@ -63,7 +63,7 @@ class TraceSummary:
 
     @classmethod
     def of(cls, records: Sequence[RequestResult]) -> "TraceSummary":
-        """Sum up."""
+        """Sum up the results of requests."""
         hits = {tier: sum(r.hit_tokens.get(tier, 0) for r in records) for tier in _TIERS}
         ttft, cold = [r.ttft_s for r in records], [r.cold_s for r in records]
         return cls(
@@ -112,7 +112,7 @@ class ReplayRun:
     ssd_blocks: int
     whole: TraceSummary
     second_half: TraceSummary
-    """The second half by time, not by number."""
+    """The second half of the time, not of the requests."""
     written_blocks: int
     read_blocks: int
     gate_shares: tuple[float, float]
@@ -167,7 +167,7 @@ class ReplayRun:
         return self.written_blocks / self.read_blocks if self.read_blocks else None
 
     def document(self) -> dict[str, Any]:
-        """Return the run for JSON. ``decision_s`` and ``node_s`` are measured; all else repeats."""
+        """Return the run for JSON; only ``decision_s`` and ``node_s`` vary between runs."""
         ratio = self.written_per_read
         return {
             "policy": self.policy,

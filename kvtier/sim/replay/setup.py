@@ -124,8 +124,8 @@ _INSTANT: Mapping[str, str] = {
     "policy.max_offload_tokens": str(2**31 - 1),
     "ssd.flush_after": "0s",
 }
-"""Overrides without time, to see only what is kept: not whether restoring pays, nor how deep, nor
-what a crash would lose.
+"""Overrides for a replay without time, which compares only what is kept: not whether restoring
+pays, how much of a prompt to store, or what a crash would lose.
 """
 
 
@@ -142,7 +142,7 @@ class ReplaySetup:
     machine: Machine = field(default_factory=Machine)
     config: Path | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the node's configuration."""
+    """Values for keys of the node's configuration."""
 
     @property
     def name(self) -> str:

@@ -2,10 +2,10 @@
 
 Theory
 ------
-Hits grow about with the logarithm of a cache's size until most reused blocks fit, and hardly after
-that. The *knee* is the point of the curve that is highest above the straight line from its first to
-its last point, over the logarithm of size: up to it a doubling gains much, beyond it little. The
-CPU tier is worth its price up to the knee; the SSD provides the rest of the target.
+Hits grow roughly with the logarithm of a cache's size until most reused blocks fit, and hardly
+after that. Over the logarithm of size, the *knee* is the point of the curve that is highest above
+the straight line from its first to its last point: below it a doubling gains much, above it little.
+The CPU tier is worth its price up to the knee; the SSD provides the rest of the target.
 """
 
 import math
@@ -23,7 +23,7 @@ _SSD_SPARE = 1.15
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to reach, at most one of these; none: whatever is worth its price, up to the knee."""
+    """The target, at most one of these; without one, sizes up to the knee are worth their price."""
 
     hit_ratio: float | None = None
     saved_share: float | None = None
@@ -50,7 +50,7 @@ class Sizes:
     is_reached: bool
     """The target is within the replayed sizes."""
     expected: Point
-    """Expected results of both tiers together."""
+    """Point of the curve for both tiers together."""
 
 
 def curve_of(study: Study) -> list[Point]:

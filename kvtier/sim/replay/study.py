@@ -136,7 +136,7 @@ def _runs(trace: Trace, setups: Sequence[ReplaySetup], num_jobs: int) -> Iterato
                 "--jobs", "a run was killed, perhaps for lack of memory", "use fewer"
             ) from None
         except BaseException:
-            # The rest of an interrupted study is useless, and a run takes minutes.
+            # The other results of an interrupted study are useless, and a run takes minutes.
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise

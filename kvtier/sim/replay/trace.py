@@ -1,4 +1,4 @@
-"""A trace in memory, at four bytes per block and request, and facts that only hindsight gives.
+"""A trace in memory, at four bytes per block and request, and facts about its future.
 
 Theory
 ------
@@ -50,7 +50,7 @@ class TraceRequest:
     tenant: bytes = NO_TENANT
     kind: str = ""
     continues: float | None = None
-    """The client's hint; see ``Traits``."""
+    """The client's hint; see ``RequestTraits``."""
     gap_s: float | None = None
 
 

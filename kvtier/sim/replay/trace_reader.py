@@ -6,7 +6,7 @@ Rules
   a trace are worse than none.
 * Only full blocks count. Hashes of partial blocks are dropped. Blocks that are larger than the
   trace's hashes consist of whole groups of them.
-* Nothing is made up. If text is tokenized without a tokenizer, or reuse is unknown, a note says so.
+* Nothing is invented. If text is split without a tokenizer, or reuse is unknown, a note says so.
 """
 
 import csv
@@ -68,7 +68,7 @@ class TraceFormat(Protocol):
 
     @staticmethod
     def suits(line: TraceLine) -> bool:
-        """Tell whether a first line is of this format."""
+        """Return whether a first line is of this format."""
 
     def request(self, line: TraceLine, numbering: Numbering) -> TraceRequest:
         """Return the request of a line. Raises StartError if it cannot be used."""
@@ -193,7 +193,7 @@ class TextFormat:
 
 
 class KvtierFormat:
-    """Our own: ``timestamp_s``, and ``tokens`` or ``hash_ids`` with ``input_length``; and hints."""
+    """kvtier's: ``timestamp_s``, ``tokens`` or ``hash_ids`` with ``input_length``, and hints."""
 
     name: ClassVar[str] = "kvtier JSONL"
     has_header: ClassVar[bool] = False
@@ -306,7 +306,7 @@ FORMATS: Sequence[type[TraceFormat]] = (
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a trace does not contain itself."""
+    """Facts that a trace does not contain itself."""
 
     block_tokens: int = 0
     """Tokens per block; 0: those of one hash, or 64 if the trace has tokens."""

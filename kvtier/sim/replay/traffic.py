@@ -2,8 +2,7 @@
 
 Each session begins with a prefix that all sessions share and a prompt of its own. Each turn sends
 everything before it and something new, after a pause. When a session ends another begins, so the
-number of active sessions stays about the same. The draw is seeded: the same description gives the
-same traffic.
+number of active sessions stays about the same. The same description gives the same traffic.
 """
 
 import random

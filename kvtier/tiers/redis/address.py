@@ -76,7 +76,7 @@ class RedisAddress:
         return f"{places}/{self.service}" if self.service else places
 
     def differs_only_in_login(self, other: "RedisAddress") -> bool:
-        """Tell whether another address differs at most in user and password."""
+        """Return whether another address differs at most in user and password."""
         return replace(self, username=other.username, password=other.password) == other
 
     @classmethod

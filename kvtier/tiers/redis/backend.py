@@ -1,6 +1,6 @@
-"""Opens the remote tier as configured, and answers for it to the daemon and the tools.
+"""Opens and tunes the remote tier for the daemon and the tools.
 
-The import raises StartError without the package redis.
+Importing this module raises StartError without the package redis.
 """
 
 import importlib.util
@@ -61,7 +61,7 @@ class RedisBackend(TierBackend[RedisConfig]):
         )
 
     def tune(self, tier: Tier, settings: RedisConfig) -> None:
-        """Apply what a reload may change, another login among it."""
+        """Apply the settings that a reload may change, including the login."""
         if isinstance(tier, RedisTier):
             tier.tune(settings.ttl_ns / 1e9, settings.max_age_ns / 1e9)
             tier.change_login(settings.url)
@@ -71,7 +71,7 @@ class RedisBackend(TierBackend[RedisConfig]):
         return self.digest(settings.url.rpartition("@")[2])
 
     def is_same_place(self, before: RedisConfig, after: RedisConfig) -> bool:
-        """Tell whether both URLs name the same servers, perhaps with another login."""
+        """Return whether both URLs name the same servers, with any login."""
         try:
             address = RedisAddress.parse(before.url)
             return address.differs_only_in_login(RedisAddress.parse(after.url))

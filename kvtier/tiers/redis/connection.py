@@ -1,6 +1,6 @@
 """Connections to Redis servers.
 
-The redis library makes the connection (name resolution, TCP, TLS); after that its socket is ours.
+The redis library makes the connection (name resolution, TCP, TLS); kvtier then uses its socket.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ class ServerConnection:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether it is open and silent, as an idle connection must be."""
+        """Return whether it is open and silent, as an idle connection must be."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1)

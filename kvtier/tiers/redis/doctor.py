@@ -17,7 +17,7 @@ from kvtier.tiers.redis.topology import Topology
 __all__ = ["inspect_servers", "redis_checks"]
 
 _DEADLINE_S = 5.0
-"""Time to find and query the servers; a daemon allows a call far less."""
+"""Time to find and query the servers; the daemon's calls have far less."""
 
 _PATIENCE_S = 2.0
 """Timeout of one connection or reply."""
@@ -28,13 +28,13 @@ _OLDEST = 6
 
 
 def redis_checks(settings: RedisConfig) -> Sequence[TierCheck]:
-    """Return the only check."""
+    """Return the check of the servers."""
     hung = "check the network and the server, or fix remote.url"
     return (TierCheck("remote", partial(inspect_servers, settings), hung, _DEADLINE_S),)
 
 
 def inspect_servers(remote: RedisConfig, _kernel: KernelFiles) -> Finding:
-    """Check each primary; the worst finding counts."""
+    """Check each primary, and return the worst finding."""
     address = RedisAddress.parse(remote.url)
     topology = _topology(address, remote)
     deadline_ns = time.monotonic_ns() + int(_DEADLINE_S * 0.8e9)

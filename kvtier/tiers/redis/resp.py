@@ -28,13 +28,13 @@ _STRING_BYTES_MAX = 1 << 20
 
 _ARRAY_LENGTH_MAX = 1 << 20
 _DEPTH_MAX = 8
-"""Depth of nested arrays; a cluster's slot map has three levels."""
+"""Maximum depth of nested arrays; a cluster's slot map has three levels."""
 
 _REPLY_BYTES_MAX = 64 << 20
-"""Size of one reply with all its elements; a page of SCAN or a slot map takes far less."""
+"""Maximum size of a reply with its elements; a page of SCAN or a slot map takes far less."""
 
 _ELEMENT_BYTES = 64
-"""Memory per element besides its text."""
+"""Memory per element in addition to its text."""
 
 _JOINED_BYTES_MAX = 2 << 10
 """Shorter pieces are joined before sending: a copy costs less than another element of a vector."""
@@ -56,7 +56,7 @@ class ErrorReply:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Tell whether another server of the cluster has the key, or may have it."""
+        """Return whether another server of the cluster has the key, or may have it."""
         return self.code in {"MOVED", "ASK", "TRYAGAIN"}
 
 

@@ -43,7 +43,7 @@ __all__ = [
 _log = Log("kvtier.remote")
 
 MEMORY = RespCommand((b"INFO", b"memory"))
-"""Asks a server how much memory it uses, and how much it may use."""
+"""Returns how much memory a server uses, and how much it may use."""
 
 QUESTIONS = (MEMORY, RespCommand((b"INFO", b"cluster")))
 """Sent on the first connection to a server; an ACL may forbid them."""
@@ -111,7 +111,7 @@ _FAULTS: Mapping[str, str] = {
 }
 
 _SILENCE_S = 0.1
-"""A server that is silent for this long is at fault; if the caller had less time, it is not."""
+"""Silence of this length is the server's fault; with a shorter deadline, it is the caller's."""
 
 
 class Server:
@@ -149,7 +149,7 @@ class Server:
 
     @property
     def is_replica(self) -> bool:
-        """Tell whether the server rejected a block because it is a replica."""
+        """Return whether the server rejected a block because it is a replica."""
         return self.limit.startswith(_LIMITS["READONLY"])
 
     def __repr__(self) -> str:

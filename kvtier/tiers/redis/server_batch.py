@@ -18,14 +18,14 @@ __all__ = ["FanOut", "ServerBatch"]
 
 
 _SPARE_FACTOR = 4
-"""Free memory needed per byte of a benchmark, because others write at the same time."""
+"""Free memory required per byte of a benchmark, because others write at the same time."""
 
 _GROUP_BYTES = 8 << 20
 """Payload sealed and sent at once, which limits the buffers of a connection."""
 
 
 class ServerBatch:
-    """The part of one call that concerns one server. Every method raises TierError."""
+    """The part of one call that concerns one server. Methods raise TierError on failure."""
 
     def __init__(self, server: Server, values: ValueFormat, now_s: float, deadline_ns: int) -> None:
         self.server = server
@@ -59,7 +59,7 @@ class ServerBatch:
         return [verdict.result for verdict in verdicts]
 
     def check(self, block_hash: BlockHash) -> None:
-        """Ask whether the server would accept a block of its slots; ``fault`` and ``limit`` tell.
+        """Test whether the server would accept a block; updates its ``fault`` and ``limit``.
 
         With XX nothing is set, because the key never exists; a full server or a replica still
         rejects the command, so no block has to be sent to find out.
@@ -114,7 +114,7 @@ class ServerBatch:
         for block, answer in zip(once.values(), self._answers(asked), strict=True):
             stored[block.header.block_hash] = all(reply == b"OK" for reply in answer)
             if b"OK" in answer and not stored[block.header.block_hash]:
-                with contextlib.suppress(TierError):  # its remains expire
+                with contextlib.suppress(TierError):  # leftover values expire
                     self._unlink(block.header.block_hash, len(block.payload))
         return stored
 
@@ -148,7 +148,7 @@ class ServerBatch:
         unlink_keys(self.server, keys, self._deadline_ns)
 
     def _answers(self, asked: Sequence[Sequence[RespCommand]]) -> Iterator[list[Reply]]:
-        """Send several questions at once; yield the replies to each."""
+        """Send several groups of commands at once; yield the replies to each group."""
         replies = iter(self._ask([command for question in asked for command in question]))
         for question in asked:
             yield [next(replies) for _ in question]

@@ -147,7 +147,7 @@ class RedisConfig(TierSection):
 
     @property
     def is_enabled(self) -> bool:
-        """Tell whether there is a ``remote.url``."""
+        """Return whether there is a ``remote.url``."""
         return bool(self.url)
 
     @property

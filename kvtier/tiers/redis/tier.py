@@ -59,7 +59,7 @@ def _unsealed() -> Seal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisOptions:
-    """Options, named as in the configuration."""
+    """Options, with the names of the configuration."""
 
     key_prefix: str = "kvtier:"
     ttl_s: float = 86_400
@@ -180,7 +180,7 @@ class RedisTier:
         return self._call_servers(hashes, deadline_ns, unknown, ServerBatch.contains, hashes)
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-        """Unlink blocks, for every node. Raises TierError if some could not be unlinked."""
+        """Unlink blocks for all nodes. Raises TierError if some could not be unlinked."""
         removed = Removed()
         for server, indexes in self._parts(hashes, deadline_ns).items():
             if server is None:
@@ -349,7 +349,7 @@ class RedisTier:
                 self._topology.report()
 
     def _is_partial(self, parts: Iterable[Server | None]) -> bool:
-        """Tell whether the called servers are down while others of the cluster are not."""
+        """Return whether the called servers are down while others of the cluster are not."""
         are_out = all(server is None or server.fault for server in parts)
         return are_out and any(not server.fault for server in self._topology.known)
 

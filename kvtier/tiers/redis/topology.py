@@ -1,12 +1,11 @@
 """Which server has which block, discovered in the background.
 
 A single server is fixed. Behind Sentinels and in a cluster, servers change roles, and *discovery*
-asks for the current ones. It runs on one thread, never on a caller's time: after a caller has
-reported a problem, and periodically, but at most every ``_PAUSE_S``. Only the first call waits for
-it, until its deadline.
+asks for the current ones. It runs on its own thread, after a caller has reported a problem and
+periodically, but at most every ``_PAUSE_S``. Only the first call waits for it, until its deadline.
 
-A failed server is not called again until discovery finds that it answers. A dead node thus costs a
-timeout to the calls that detected it, and nothing to others.
+A failed server is not called again until discovery finds that it answers. So a dead node delays
+only the calls that detected it, by a timeout.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ _CHECK_S = 0.5
 _Sentinels: Any = Sentinel  # untyped in the library
 
 _UNFIT = (RedisError, OSError, ValueError, TypeError, LookupError)
-"""Errors of the library if no answer arrives, or an unreadable one."""
+"""Errors of the library for a missing or unreadable answer."""
 
 _NUM_SLOTS = 16_384
 _UNASSIGNED = -1

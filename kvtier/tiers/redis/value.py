@@ -27,7 +27,7 @@ from kvtier.tiers.seal import STAMP_BYTES, Seal, Stamp
 __all__ = ["HEAD_BYTES", "PARTS_MAX", "ReadOutcome", "StoredValue", "ValueFormat", "parse_stored"]
 
 HEAD_BYTES = HEADER_BYTES + STAMP_BYTES
-"""Bytes before the payload."""
+"""Bytes before the payload in the first value."""
 
 PARTS_MAX = 8192
 """Maximum parts of a block: 512 MiB in the smallest values that can be configured."""
@@ -114,7 +114,7 @@ class ValueFormat:
         ]
 
     def is_renewed(self, header: BlockHeader, replies: Sequence[Reply], now_s: float) -> bool:
-        """Tell from the replies whether the complete, readable block was renewed."""
+        """Return from the replies whether the complete, readable block was renewed."""
         packed, length, *renewed = replies
         if not isinstance(packed, bytes) or any(reply != 1 for reply in renewed):
             return False
@@ -170,7 +170,7 @@ class ValueFormat:
         return ReadOutcome(result, is_obsolete=isinstance(result, MissReason) and not is_foreign)
 
     def _has_wanted_hash(self, wanted: BlockRead, head: memoryview) -> bool:
-        """Tell whether it is a block of that hash, though not the requested one."""
+        """Return whether it is a block of that hash, though not the requested one."""
         return BlockHeader.unpack(head).block_hash == wanted.block_hash
 
     def _is_old(self, stamp: Stamp, now_s: float) -> bool:

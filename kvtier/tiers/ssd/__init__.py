@@ -7,7 +7,7 @@
     settings.py       the section [ssd] of the configuration
     backend.py        opens and tunes the tier for the daemon
     space.py          checks that the volume has space for it
-    doctor.py         its checks for kvtier doctor
+    doctor.py         the tier's checks for kvtier doctor
     append.py         writes blocks
     fetch.py          reads blocks
     purge.py          removes and erases blocks

@@ -29,8 +29,8 @@ _RUN_BYTES_MAX = 32 << 20
 """Maximum size of a run; the deadline is checked between runs."""
 
 _SEALED_RUN_BYTES_MAX = 8 << 20
-"""Maximum size of a run of encrypted blocks, which is buffered in memory. A larger block is a run
-of its own.
+"""Maximum size of a run of encrypted blocks, which is buffered in memory. A larger block is written
+alone.
 """
 
 _FAULTS_MAX = 2
@@ -41,7 +41,7 @@ one may be bad.
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A block as stored on the disk. Moving it does not change it."""
+    """A block as stored on disk. Moving a record does not change it."""
 
     header: bytes
     """The packed header."""

@@ -1,4 +1,4 @@
-"""Opens the SSD tier as configured, and answers for it to the daemon and the tools."""
+"""Opens and tunes the SSD tier for the daemon and the tools."""
 
 import contextlib
 import os
@@ -57,13 +57,13 @@ class SsdBackend(TierBackend[SsdConfig]):
             settings.deadline_ns,
             arena_bytes,
             write=settings.write_mode,
-            # Flushing saves blocks from a crash or a stop; a tier that is not kept has neither.
+            # Flushing saves blocks from a crash or a stop; a tier that is not kept loses them.
             flush_after_ns=settings.flush_after_ns if settings.keep else 0,
             is_kept=settings.keep,
         )
 
     def tune(self, tier: Tier, settings: SsdConfig) -> None:
-        """Apply what a reload may change."""
+        """Apply the settings that a reload may change."""
         if isinstance(tier, SsdTier):
             tier.tune(_options(settings))
 
@@ -92,10 +92,10 @@ class SsdBackend(TierBackend[SsdConfig]):
         check_ssd(settings)
 
     def write_allowance(self, settings: SsdConfig, tier: Tier) -> float | None:
-        """Return how many bytes of blocks a second the write budget allows now.
+        """Return how many bytes of blocks per second the write budget allows now.
 
-        The day's even share, and what is left of the budget within an hour: an idle night pays for
-        a busy morning, and a morning that spends it all has to make do with the day's share.
+        That is the day's even share, plus the unused budget spread over an hour: an idle night pays
+        for a busy morning, and once the budget is spent only the day's share is left.
         """
         day_bytes = settings.write_budget_bytes
         if not day_bytes:

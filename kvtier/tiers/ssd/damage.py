@@ -4,8 +4,8 @@ Readers know which block they want and check for it (fetch.py). Reclaim, scrub a
 where a record is: they take its identity from its header and verify that.
 
 A reader that finds a damaged record must not wait for a write. It adds the record to the
-quarantine, and the next writer marks it on disk, so that it does not return after a restart. A mark
-lost in a crash or for lack of room costs one more miss.
+quarantine, and the next writer marks it on disk, so that it does not return after a restart. If the
+mark is lost in a crash or for lack of room, the block is a miss once more.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ class DirectoryLock:
         self._lock = self._hold()
 
     def is_in_place(self) -> bool:
-        """Tell whether the directory's name still leads to the locked file."""
+        """Return whether the directory's name still refers to the locked one."""
         try:
             found = self._path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -43,10 +43,10 @@ class DirectoryLock:
         return os.path.samestat(found, os.fstat(self._lock))
 
     def renew(self) -> None:
-        """Lock what the directory's name leads to now; create it if it is missing.
+        """Lock the directory that the name refers to now; create it if it is missing.
 
-        Raises StartError. Raises FileNotFoundError if the name leads to another volume: the
-        original one is not mounted, and its mount point must not receive our data.
+        Raises StartError. Raises FileNotFoundError if the name refers to another volume: the
+        original one is not mounted, and nothing must be written to its mount point.
         """
         nearest = next(
             each for each in (self._directory, *self._directory.parents) if each.exists()
@@ -105,7 +105,7 @@ def check_directory(pool: SegmentPool, lock: DirectoryLock) -> None:
     """Access the directory as reads and writes do, and keep it private. For the writer only.
 
     Raises OSError if that fails, and TierError if files were missing and the store continues
-    without them. A volume that accepts no more writes is no fault here, as long as it is readable.
+    without them. A volume that accepts no writes but is readable is not a fault here.
     """
     with contextlib.suppress(FileNotFoundError):  # it is created again
         try:

@@ -60,9 +60,9 @@ class DirectIO(StrEnum):
     """Whether the page cache is bypassed."""
 
     AUTO = "auto"
-    """Use direct I/O if the file system supports it."""
+    """Uses direct I/O if the file system supports it."""
     ON = "on"
-    """Require direct I/O; refuse to start without it."""
+    """Requires direct I/O; the tier does not start without it."""
     OFF = "off"
     """Buffered I/O; written pages are synced and dropped from the cache after each write."""
 
@@ -116,7 +116,7 @@ class Disk:
         self._write_and_read_page(os.O_DIRECT if self.is_direct else 0)
 
     def _supports_direct(self) -> bool:
-        """Tell whether direct I/O works, by writing and reading a page in the directory.
+        """Return whether direct I/O works, by writing and reading a page in the directory.
 
         On a volume that accepts no writes it opens a file instead. Raises OSError.
         """
@@ -271,7 +271,7 @@ def _is_aligned(view: memoryview) -> bool:
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], fd: int, pieces: list[memoryview], start: int
 ) -> None:
-    """Transfer all buffers, however little the kernel moves at a time."""
+    """Transfer all buffers, with more system calls after a partial transfer."""
     while pieces:
         count = call(fd, pieces, start)
         if count == 0:

@@ -1,8 +1,8 @@
 """Reads blocks: locates them, reads neighbours together, and verifies every block.
 
 A block that fails verification is read once more alone, since the fault may be in the transfer. If
-it fails again it is forgotten and quarantined. If the device fails, the blocks are forgotten and
-their records left alone, since they may be readable later.
+it fails again it is forgotten and quarantined. If the device fails, the blocks are forgotten, but
+their records are not quarantined, since they may be readable later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -167,7 +167,7 @@ class Fetcher:
         wanted = each.wanted
         header = check_header(wanted, head.header)
         if isinstance(header, MissReason):
-            # With the wanted hash it is another's sound block; with another hash it is damaged.
+            # With the wanted hash it is a sound block of another identity; else it is damaged.
             found = BlockHeader.unpack(head.header) if header is MissReason.IDENTITY else None
             is_owned = found is not None and found.block_hash == wanted.block_hash
             return _Verdict(header, is_damage=not is_owned)
@@ -175,7 +175,7 @@ class Fetcher:
         return _Verdict(result, is_damage=self._is_damage(result, head))
 
     def _is_damage(self, result: BlockHeader | MissReason, head: RecordHead) -> bool:
-        """Tell a damaged block from one whose key is missing and may be given later."""
+        """Return whether a block is damaged, and not just sealed with a missing key."""
         if result is MissReason.SEAL:
             return self._seal.may_open(head.stamp)
         return isinstance(result, MissReason)

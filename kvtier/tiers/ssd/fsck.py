@@ -1,18 +1,21 @@
 """Checks and repairs a store that is not open: every record of every file.
 
 ====================  ============================================  ===========================
-fault                 meaning                                       repair ====================
-============================================  =========================== damaged record
-fails verification twice                      quarantine it duplicate record      hidden by a later
-record of the same block    mark it removed footer missing        after a crash or a full disk; each
-start      write it
+fault                 meaning                                       repair
+====================  ============================================  ===========================
+damaged record        fails verification twice                      quarantine it
+duplicate record      hidden by a later record of the same block    mark it removed
+footer missing        after a crash or a full disk; each start      write it
                       reads the records one by one
-footer wrong          damaged, or inconsistent with the records     rewrite it unreachable bytes
-follow an unreadable header; the records      write a footer that lists
+footer wrong          damaged, or inconsistent with the records     rewrite it
+unreachable bytes     follow an unreadable header; the records      write a footer that lists
                       behind them were found page by page           these records
-file cut short        its end is missing                            end it with a footer unreadable
-file       named like a segment, but not one             remove it ====================
-============================================  ===========================
+file cut short        its end is missing                            end it with a footer
+unreadable file       named like a segment, but not one             remove it
+====================  ============================================  ===========================
+
+A check changes nothing. Each step of a repair leaves a valid store, so a repair can be interrupted
+and repeated. Files of another version are not faults: they are set aside.
 
 Unreadable sectors and files that cannot be opened are reported and left as they are: the cause may
 be the drive, a cable or a permission. Records sealed with a key that was not given are counted and
@@ -192,7 +195,7 @@ class Fsck:
             self._repair(found)
 
     def _is_others(self, path: Path) -> bool:
-        """Tell whether another version wrote a file, as far as it is readable."""
+        """Return whether another version wrote a file, as far as it is readable."""
         with suppress(OSError):
             return is_of_other_version(self._disk, path)
         return False

@@ -40,7 +40,7 @@ def space_mark(spaces: npt.NDArray[np.uint64]) -> _Column:
 
 
 class SegmentIndex:
-    """Rows of (segment, page, payload bytes, space mark, time) by block hash. Not thread-safe."""
+    """Rows (segment, page, payload bytes, space mark, time) by block hash. Not thread-safe."""
 
     def __init__(self) -> None:
         self._table = HashTable(INDEX_ROWS_MAX)
@@ -77,7 +77,7 @@ class SegmentIndex:
         return self.find_entries(entries[self.is_at(entries, segment)])
 
     def is_at(self, entries: Entries, segment: int) -> npt.NDArray[np.bool_]:
-        """Tell for each entry whether its block points at exactly this record."""
+        """Return for each entry whether its block points at exactly this record."""
         rows = self.find_entries(entries)
         is_here = (self.segment[rows] == segment) & (self.page[rows] == entries["page"])
         is_at: npt.NDArray[np.bool_] = (rows >= 0) & is_here

@@ -30,8 +30,8 @@ __all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
 
 METADATA_BYTES = 320 << 10
 """Least space reserved for other files: the lock file, the health check's page, the directory
-itself, and the daemon's documents beside them: two documents, those kept by another version, and
-one being written, of 64 KiB each.
+itself, and the daemon's documents of 64 KiB each: two, those kept by another version, and one being
+written.
 """
 
 _RECLAIMS_MAX = 2
@@ -69,7 +69,7 @@ class SegmentPool:
         self.next_number = 1
         self.allocated_bytes = 0
         self.is_closed = False
-        """Others may use the directory: no file is removed any more, whoever still reads."""
+        """Others may use the directory: no file is removed any more, even after its last read."""
         self._evicted: list[BlockHash] = []
         self._unremoved: list[Segment] = []
         """Retired segments whose files could not be removed."""
@@ -90,7 +90,7 @@ class SegmentPool:
     def open_segment(self, payload_bytes: int, protected: Collection[int]) -> Segment | None:
         """Return a segment with room for a record, or None if none can be had.
 
-        If the volume lacked space, it is read-only afterwards. Raises OSError for anything else.
+        If the volume lacks space, it becomes read-only. Raises OSError for other faults.
         """
         if self.active is not None:
             if self.active.fitting([payload_bytes]):
@@ -125,7 +125,7 @@ class SegmentPool:
             seal_segment(self.disk, segment)
 
     def is_within_capacity(self, num_more: int) -> bool:
-        """Tell whether this many more segments would fit into the capacity."""
+        """Return whether this many more segments would fit into the capacity."""
         used_bytes = self.allocated_bytes + num_more * self.segment_bytes
         return used_bytes + metadata_bytes(len(self.segments) + num_more) <= self.capacity_bytes
 
@@ -140,7 +140,7 @@ class SegmentPool:
             raise TierFull(shortage)
 
     def replaces(self) -> bool:
-        """Tell whether the next segment takes the place of another."""
+        """Return whether the next segment takes the place of another."""
         is_full = not self.is_within_capacity(1)
         return is_full or self.volume.shortage(self.segment_bytes) is not None
 
@@ -157,9 +157,9 @@ class SegmentPool:
         return None if number is None else self.segments[number]
 
     def reclaim_for_others(self, protected: Collection[int]) -> bool:
-        """Remove a segment to replace space that others took.
+        """Remove a segment to make up for space that others took.
 
-        Never removes the last one, nor one soon after a removal in vain.
+        Never removes the last one, nor one soon after a removal that did not help.
         """
         return (
             len(self.segments) > 1
@@ -186,7 +186,7 @@ class SegmentPool:
         self.retire(segment)
 
     def retire(self, segment: Segment) -> Removed:
-        """Forget a segment's blocks; its file goes with its last reader at the latest."""
+        """Forget a segment's blocks; its file is removed after its last reader at the latest."""
         with self.lock:
             removed = self._detach(segment)
             is_unread = segment.num_pins == 0

@@ -2,8 +2,8 @@
 
 Theory
 ------
-Removing a block forgets it and marks its record, so that it stays forgotten. Its bytes go with the
-file, which may be late.
+Removing a block forgets it and marks its record, so that it stays forgotten. Its bytes stay until
+the file is removed.
 
 A purge leaves no readable bytes. The index does not list everything that must go: a file also
 contains records that were removed, quarantined or stored again elsewhere, and leftovers of failed
@@ -14,7 +14,7 @@ and its entry loses the header. Space that belongs to no record is always zeroed
 One file is finished before the next is begun: payloads, then heads, then entries, each made
 durable. If the process dies in between, a selected block is either intact or a miss.
 
-A purge does not reach old data in cells that a drive has remapped; encryption protects that.
+A purge does not reach old data in cells that a drive has remapped; encryption protects that data.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 The files are the only source. Segments are read oldest first, each by its footer or else record by
 record; of two records of a block the later one counts. Files that are not readable as segments are
 removed, since they only take space. Files of another version are set aside until their space is
-needed, so that they are available after a rollback. If the capacity was reduced, files that are set
-aside are removed first, and then the oldest segments, before the first block is served.
+needed, so that they are available after a rollback. If the capacity was reduced, files set aside
+are removed first, then the oldest segments, before the first block is served.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> RecoveryFindings:
             continue
         try:
             loaded = load_segment(pool.disk, path)
-            # With an age limit, files whose blocks' ages are unknown must not stay.
+            # With an age limit, files with blocks of unknown age must not stay.
             is_kept = loaded is None and not oldest_s and is_of_other_version(pool.disk, path)
         except OSError:
             # It may become readable again. It takes space until it is reclaimed in turn.
@@ -119,7 +119,7 @@ def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Tell whether a file is this user's or root's; if so, make it inaccessible to others."""
+    """Return whether a file is this user's or root's; if so, make it inaccessible to others."""
     found = path.lstat()
     if is_foreign(found):
         return False

@@ -67,7 +67,7 @@ class SegmentScrubber:
         self._age = age
         self._quarantine = quarantine
         self._start = start
-        """Any number: decides where the first pass begins."""
+        """Decides where the first pass begins; any number."""
         self._segments: deque[int] = deque()
         """Segments left in this pass; the first one from ``_page`` on."""
         self._page = 0

@@ -202,7 +202,7 @@ def add_tombstones(disk: Disk, segment: Segment, pages: list[int]) -> None:
     with disk.opened_buffered(segment.path) as fd:
         read = _read_footer(fd, segment)
     if read is None:
-        segment.has_footer = False  # now damaged: recovery walks the records
+        segment.has_footer = False  # it is damaged now: recovery walks the records
         return
     entries = read.copy()
     _set_tombstones(entries, pages)
@@ -237,7 +237,7 @@ def load_segment(disk: Disk, path: Path) -> tuple[Segment, Entries] | None:
 
 
 def is_in_place(disk: Disk, segment: Segment) -> bool:
-    """Tell whether a segment's file exists with unchanged size. Raises OSError."""
+    """Return whether a segment's file exists with unchanged size. Raises OSError."""
     try:
         with disk.opened_buffered(segment.path) as fd:
             is_there = _read_header(fd, segment.number) is not None
@@ -253,7 +253,7 @@ def declared_size(fd: int, number: int | None) -> int | None:
 
 
 def is_of_other_version(disk: Disk, path: Path) -> bool:
-    """Tell whether a file is a segment of a version that cannot be read here."""
+    """Return whether a file is a segment of a version that cannot be read here."""
     with disk.opened_buffered(path) as fd:
         header = _read_header(fd, segment_number(path))
     return header is not None and header[0] != _FORMAT_VERSION
@@ -318,7 +318,7 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
 
 
 def _are_within(entries: Entries, end: int) -> bool:
-    """Tell whether records lie one after another between the header page and ``end``.
+    """Return whether records follow one another between the header page and ``end``.
 
     A valid checksum does not guarantee that, and later code allocates memory by these sizes.
     """

@@ -15,12 +15,10 @@ from kvtier.tiers.ssd.settings import SsdConfig
 __all__ = ["check_space", "check_ssd", "floor_beside_system"]
 
 _SYSTEM_SHARE = 0.15
-"""Share of the system's drive to keep free: with less a kubelet evicts pods, to remove their
-images.
-"""
+"""Share of the system's drive to keep free: with less, a kubelet evicts pods and removes images."""
 
 _SMALL_SHARE = 0.01
-"""A tier below this share of that drive is not the reason if it fills up."""
+"""A tier smaller than this share of the system's drive is not the reason if that fills up."""
 
 
 def check_ssd(settings: SsdConfig) -> None:

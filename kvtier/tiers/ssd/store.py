@@ -71,7 +71,7 @@ SCRATCH_NAME = "scratch"
 """Directory of a scratch tier, beside the segments."""
 
 _CLOSE_S = 10
-"""How long ``close`` waits for a running write, which may need that on a slow drive."""
+"""How long ``close`` waits for a running write, which may take that long on a slow drive."""
 
 
 class SsdTier:
@@ -189,8 +189,8 @@ class SsdTier:
         """Open a store of one segment in a directory beside the segments.
 
         It reads and writes like this store. Its bytes count as written, but not as blocks. A write
-        to this store that needs a new segment does not wait for it: both may briefly exceed the
-        capacity, which is better than evicting a segment.
+        that needs a new segment does not wait for it: both stores may briefly exceed the capacity
+        together, which is better than evicting a segment.
         """
         segment_bytes = _segment_bytes(block_bytes, num_blocks)
         with self._writing(deadline_ns):

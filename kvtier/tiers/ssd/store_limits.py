@@ -5,13 +5,13 @@ Rules
 * Below a floor of the volume nothing is written. If the volume cannot hold a new segment, even
   after another was removed for it, the store becomes read-only: writes are rejected without
   touching the disk, and the volume is checked again once a second.
-* Other users of the volume must not drive the cache out. If removing a segment did not help,
-  because others took its space or need more, the next one is removed ``_RELIEF_S`` later at the
-  earliest. A store under pressure thus shrinks by one segment a minute, and operators see it long
-  before it is gone.
+* Other users of the volume must not displace the cache. If removing a segment did not help, because
+  others took its space or need more, the next one is removed ``_RELIEF_S`` later at the earliest. A
+  store under pressure thus shrinks by one segment per minute, and operators notice long before it
+  is gone.
 * The write budget is a token bucket that holds one day's budget and refills continuously, so an
   idle night pays for a busy morning. All writes count. Writes needed for correctness (footers,
-  marks) are made even without budget left; that debt is paid before the next block.
+  marks) are made even without budget left; that debt is paid off before the next block is written.
 
 The bucket is not stored. At startup, writes of the last day are deducted only as far as blocks that
 are still stored show them.
@@ -64,7 +64,7 @@ class Volume:
         self._checked_s = 0
         self._failed_reclaim_s: int | None = None
         self.read_only: str | None = None
-        """Why nothing is written now, in words for an operator; None while writes continue."""
+        """Why nothing is written now, for an operator to read; None while writes continue."""
         self.num_refused = 0
         """Blocks rejected while read-only."""
 
@@ -94,7 +94,7 @@ class Volume:
         self._checked_s = self._now_s()
 
     def accepts_writes(self) -> bool:
-        """Tell whether a write may be tried. Checks the volume once a second while read-only.
+        """Return whether a write may be tried. Checks the volume once a second while read-only.
 
         Below a floor, a write may be tried if removing a segment may help; only its success ends
         read-only.
@@ -115,7 +115,7 @@ class Volume:
         self.read_only = None
 
     def may_reclaim_for_others(self) -> bool:
-        """Tell whether a segment may be removed to replace space that others took."""
+        """Return whether a segment may be removed to make up for space that others took."""
         return (
             self._failed_reclaim_s is None
             or abs(self._now_s() - self._failed_reclaim_s) >= _RELIEF_S
@@ -156,12 +156,12 @@ class WriteBudget:
 
     @property
     def is_limited(self) -> bool:
-        """Tell whether a budget is set."""
+        """Return whether a budget is set."""
         return self.day_bytes > 0
 
     @property
     def is_used_up(self) -> bool:
-        """Tell whether a write was rejected that would still be rejected now."""
+        """Return whether a write was rejected that would still be rejected now."""
         return self._refused_bytes > 0 and self.available_bytes() < self._refused_bytes
 
     def available_bytes(self) -> int:
@@ -175,7 +175,7 @@ class WriteBudget:
             return max(0, int(self._left_bytes))
 
     def allows(self, num_bytes: int) -> bool:
-        """Tell whether this much may be written now."""
+        """Return whether this much may be written now."""
         is_allowed = not self.is_limited or num_bytes <= self.available_bytes()
         self._refused_bytes = 0 if is_allowed else num_bytes
         return is_allowed

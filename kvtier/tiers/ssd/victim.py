@@ -5,21 +5,21 @@ Theory: by reads
 ``ReadOrder`` is the cost-benefit rule of log-structured file systems (Rosenblum and Ousterhout,
 1992). With *u* the share of a segment that is worth keeping, cleaning it reads and writes about ``1
 + u`` and frees ``1 - u``; the older it is, the longer the freed space stays free. The segment with
-the largest ``(1 - u) * age / (1 + u)`` goes. Blocks read since they were written are worth keeping.
-One-off blocks, the majority in any trace, cost nothing, so a store without reads is first in, first
-out. Age is counted in segments created since, which needs no clock.
+the largest ``(1 - u) * age / (1 + u)`` is reclaimed. Blocks read since they were written are worth
+keeping. One-off blocks, the majority in any trace, cost nothing, so a store without reads is first
+in, first out. Age is counted in segments created since, which needs no clock.
 
-Only a share of a segment can be moved. A segment with more to keep goes after all others, since its
-hot blocks would be lost with it. It cools down, since read counts are halved with each turnover of
-the store.
+Only a share of a segment can be moved. A segment with more to keep is reclaimed after all others,
+since its hot blocks would be lost with it. It cools down, since read counts are halved with each
+turnover of the store.
 
 Theory: by value
 ----------------
 ``ValueOrder`` is used if the store is told the value of its blocks. Removing a segment loses the
 value of its blocks and frees its bytes; blocks that are moved first are neither lost nor freed. The
-segment that loses the least per freed byte goes. Moving costs writes and space, so only blocks
-worth several times the store's average byte are moved: if no block stands out, nothing is moved,
-and a scan costs no writes.
+segment that loses the least per freed byte is reclaimed. Moving costs writes and space, so only
+blocks worth several times the store's average byte are moved: if no block stands out, nothing is
+moved, and a scan costs no writes.
 
 Values fall every second, and there may be thousands of segments. So each reclaim scores a few
 segments in turn, and once more the few that look worst; others count with their last score. A
@@ -63,11 +63,11 @@ GB/s.
 """
 
 Choice = Callable[[SegmentIndex, Sequence[int], Collection[int]], int | None]
-"""Selects from a store's index, the segments that may go, and the unknown ones among these."""
+"""Selects a segment, given the index, the segments that may go, and the unreadable ones of them."""
 
 
 class ReclaimOrder(Protocol):
-    """Chooses what is reclaimed first. Called by the writer, without the pool's lock.
+    """Chooses what to reclaim first. Called by the writer, without the pool's lock.
 
     Its view of the index may miss concurrent reads.
     """
@@ -77,8 +77,8 @@ class ReclaimOrder(Protocol):
     ) -> int | None:
         """Return the segment to remove as it is; None without ``candidates``.
 
-        These are in ascending order. A segment without live blocks goes first, since it costs
-        nothing. The contents of ``unreadable`` ones are not known; they go in turn.
+        Candidates are in ascending order. A segment without live blocks goes first, since it costs
+        nothing. The contents of ``unreadable`` segments are unknown; they go in turn.
         """
 
     def to_clean(
@@ -205,7 +205,7 @@ class ValueOrder:
     def to_clean(
         self, index: SegmentIndex, candidates: Sequence[int], unreadable: Collection[int]
     ) -> int | None:
-        """Return the segment that does so after its best blocks have been moved."""
+        """Return the segment that loses the least after its best blocks have been moved."""
         return self._choose(index, candidates, unreadable, lambda each: each.loss_moving)
 
     def blocks_to_move(
