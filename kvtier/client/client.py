@@ -143,7 +143,7 @@ class Client:
     def announce(self, announced: Sequence[Announcement], over: Sequence[str] = ()) -> None:
         """Announce new requests and report the ids of finished ones.
 
-        Returns at once: they are sent within some milliseconds, many in one call. If no daemon is
+        Returns at once: they are sent within a few milliseconds, many in one call. If no daemon is
         attached, or it is too slow, they are dropped, oldest first. A request that is looked up at
         once need not be announced.
         """

@@ -78,7 +78,7 @@ class FoundBlocks:
 
 @dataclass(frozen=True, slots=True)
 class OwnTier:
-    """What an engine reports about its own tier."""
+    """An engine's report about its own tier."""
 
     capacity_bytes: int
     used_bytes: int

@@ -53,7 +53,7 @@ class _Part:
 
 
 class AttentionBatch:
-    """Locations in the pool of the tokens of one forward call."""
+    """Maps the tokens of one forward call to rows of the pool, and attends to them."""
 
     def __init__(self, pool: BlockPool, spans: Sequence[Span]) -> None:
         self._shape = pool.shape

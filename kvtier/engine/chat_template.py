@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def _first_characters(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each token in a text, also if tokens overlap."""
+    """Return a pattern for the first character of each token in a text, even if tokens overlap."""
     by_first: dict[str, list[str]] = {}
     for token in sorted(tokens):
         by_first.setdefault(token[0], []).append(re.escape(token[1:]))

@@ -128,8 +128,8 @@ class KVPort(Protocol):
     def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
         """Announce a new request, once; its ``first`` leading blocks need not be prefetched.
 
-        These are in the engine's pool, or about to be loaded. ``chain`` is the whole prompt; one
-        that does not fill a block is not announced.
+        Those are in the engine's pool, or about to be loaded. ``chain`` is the whole prompt. A
+        prompt that does not fill a block is not announced.
         """
 
     def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:

@@ -12,8 +12,8 @@ claim is a chunk. Large chunks compute faster, but small ones adapt better: clai
 have been loaded meanwhile. Both ends have worked for the same time, so the number of blocks each
 has done predicts how they will share the gap, without a clock. A claim is half of the engine's
 share, so chunks shrink towards the end (guided self-scheduling: Polychronopoulos and Kuck, 1987).
-It is also no more than was computed before, so a request that finds a fast tier has lost at most
-one block.
+It is also at most what was computed before, so a request that finds a fast tier loses at most one
+block.
 """
 
 from dataclasses import dataclass

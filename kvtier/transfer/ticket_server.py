@@ -9,7 +9,7 @@ invalid when the client closes it or the client's process ends. The process is w
 because a forked child may hold the connection open. On kernels without pidfds, only the end of the
 connection counts.
 
-A client must use its ticket within some seconds. Otherwise it is disconnected, and even earlier if
+A client must use its ticket within a few seconds. Otherwise it is disconnected, and even earlier if
 a new client needs its place.
 
 A client in another user namespace is seen under its user id outside. If it has none there, it is

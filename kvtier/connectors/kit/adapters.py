@@ -32,7 +32,7 @@ _WAIT_S = 0.25
 """How long a request waits for its answer; a file that takes longer helps the next request."""
 
 _ADAPTERS_MAX = 1024
-"""Limit of adapters tracked by number and name; engines use some hundreds."""
+"""Limit of adapters tracked by number and name; engines use a few hundred."""
 
 _WAITING_MAX = 256
 """Requests whose answer is pending. If a file system hangs, later requests are not cached."""

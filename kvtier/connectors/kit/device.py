@@ -69,7 +69,7 @@ class DeviceLane(Protocol):
 
 
 class Device(Protocol):
-    """One device."""
+    """A device that holds KV tensors: its streams and its pinned memory."""
 
     def fence(self) -> Fence:
         """Return the current point of the engine's stream; call it on an engine thread."""
@@ -183,7 +183,7 @@ class _CudaLane:
 _log = Log("kvtier.connector")
 
 _PIECE_BYTES = 256 << 20
-"""Registering it takes about 25 ms, for which other driver calls wait, also the engine's."""
+"""Registering it takes about 25 ms and blocks other driver calls, including the engine's."""
 
 
 class PinnedArena:

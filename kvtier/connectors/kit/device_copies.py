@@ -9,7 +9,7 @@ kvtier block is.
 
 Rules
 -----
-* All memory is allocated at the start. If there is little, stages are smaller.
+* All memory is allocated at the start. If little is free, stages are smaller.
 """
 
 import queue

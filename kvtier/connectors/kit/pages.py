@@ -117,7 +117,7 @@ def _layer(name: str, tensor: torch.Tensor, num_blocks: int) -> _Layer:
     """Return a layer with contiguous dimensions merged and dimensions of length 1 removed."""
     if tensor.dim() < 2 or not len(tensor) or len(tensor) % num_blocks:
         raise ValueError(f"layer {name} has no {num_blocks} blocks: its shape is {_shape(tensor)}")
-    # Attention may use smaller blocks than the scheduler: several of them make one of its.
+    # Attention may use smaller blocks, several of which make up one of the scheduler's.
     ratio = len(tensor) // num_blocks
     block_stride = ratio * tensor.stride(0)
     page = [(tensor.stride(0), ratio), *zip(tensor.stride()[1:], tensor.shape[1:], strict=True)]

@@ -46,7 +46,7 @@ _EDGE_BYTES = 64 << 10
 """A safetensors file begins with its table of contents; its end differs after more training."""
 
 _RECORDED_BYTES_MIN = 16 << 20
-"""Smaller files are read again by each process, which takes some hundredths of a second."""
+"""Smaller files are read again by each process, which takes a few hundredths of a second."""
 
 _RECORD_ENTRIES_MAX = 4096
 _RECORD_BYTES_MAX = 4 << 20
@@ -66,7 +66,7 @@ format (which vLLM does not download either), and training checkpoints."""
 
 _FOLDERS_MAX = 256
 _FILES_MAX = 4096
-"""The largest models have some hundreds of files, and few directories."""
+"""The largest models have a few hundred files, and few directories."""
 
 _IRRELEVANT = frozenset(
     {

@@ -50,7 +50,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    """Results of workers."""
+    """The workers' results for the scheduler half."""
 
     results: StepResults
 

@@ -1,9 +1,9 @@
 """Resets the cache: blocks stored before a reset are dropped before anything is loaded again.
 
 vLLM resets a connector's cache when an operator requests it, and before it sleeps or takes other
-weights. It continues whether or not the daemon is there, so a reset that the daemon cannot complete
-at once stays due. Until it is complete nothing is looked up or stored. A due reset ends with this
-process, as does every request that could be served old blocks.
+weights. It continues with or without a daemon, so a reset that the daemon cannot complete at once
+stays due. Until it is complete nothing is looked up or stored. A due reset ends with this process,
+as does every request that could be served old blocks.
 """
 
 import time

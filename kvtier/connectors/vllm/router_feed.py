@@ -57,7 +57,7 @@ MEDIA = (CPU, STORAGE)
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """vLLM's hashes of the blocks that make one kvtier block, and their content."""
+    """vLLM's hashes of the blocks that make up one kvtier block, and their content."""
 
     names: tuple[Any, ...]
     parent_name: Any
@@ -118,7 +118,7 @@ def runs_of(blocks: Sequence[RoutedBlock]) -> Iterator[list[RoutedBlock]]:
 _STORAGE_TIERS = sum(TIER_BIT[tier] for tier in SLOW_TIERS)
 
 _AT_ONCE = 4096
-"""Blocks processed before the lock is released to vLLM's scheduler: some milliseconds.
+"""Blocks processed before the lock is released to vLLM's scheduler: a few milliseconds.
 
 When the residency table doubles, that takes 0.15 us for each block in it: a tenth of a second at
 660,000 blocks, once.

@@ -43,7 +43,7 @@ _CLOSE_S = 5.0
 """Running loads and stores have deadlines, but a copy on a hanging device has none."""
 
 _QUEUED_MAX = 1024
-"""Queued jobs; further ones are not carried out. vLLM has some hundreds of requests."""
+"""Queued jobs; further ones are not carried out. vLLM has a few hundred requests."""
 
 _Job = TypeVar("_Job", LoadJob, StoreJob)
 
@@ -84,7 +84,7 @@ class WorkerHalf:
         return self.counters.take()
 
     def close(self) -> None:
-        """Finish running jobs within some seconds, and end the session."""
+        """Finish running jobs within a few seconds, and end the session."""
         ends_s = time.monotonic() + _CLOSE_S
         threads = (self._readers, self._writer)
         are_over = [each.close(ends_s - time.monotonic()) for each in threads]

@@ -61,7 +61,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The validated settings."""
+    """Validated settings of a connector."""
 
     socket: Path
     role: Role

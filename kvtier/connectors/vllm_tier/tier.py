@@ -163,7 +163,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
 
     @_open(lambda: None)
     def drain_jobs(self) -> None:
-        """Wait some seconds for every job to end; the rest fail."""
+        """Wait a few seconds for every job to end; the rest fail."""
         if self._parts is not None:
             self._parts.transfers.drain(_DRAIN_S)
 

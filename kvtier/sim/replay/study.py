@@ -35,7 +35,7 @@ class Bound:
 
     @classmethod
     def of(cls, trace: Trace, num_blocks: int) -> "Bound":
-        """Compute the bound; some seconds for a hundred thousand requests."""
+        """Compute the bound; a few seconds for a hundred thousand requests."""
         hits = optimal_hits(trace, num_blocks)
         half_ns = trace.requests[-1].at_ns / 2
         pairs = [*zip(trace.requests, hits, strict=True)]

@@ -7,7 +7,7 @@
 
 Rules
 -----
-* User and password may contain any character, raw or percent-encoded, also ``@`` and ``/``:
+* User and password may contain any character, raw or percent-encoded, even ``@`` and ``/``:
   everything before the last ``@`` is credentials.
 * Messages and reprs contain only host, port, path and service of the URL.
 """

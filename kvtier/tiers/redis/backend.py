@@ -27,7 +27,7 @@ __all__ = ["BACKEND", "RedisBackend"]
 
 
 class RedisBackend(TierBackend[RedisConfig]):
-    """Blocks in Redis or Valkey."""
+    """Opens and tunes the ``RedisTier``."""
 
     def open(self, settings: RedisConfig, context: OpenContext) -> RedisTier:
         """Return the tier; it connects when it is first used. Raises StartError."""

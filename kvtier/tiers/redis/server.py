@@ -354,7 +354,7 @@ def _fault(code: str, otherwise: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why no connection was made; the cause is in the library's error."""
+    """Return why connecting failed, from the cause of the library's error."""
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()

@@ -59,7 +59,7 @@ def _unsealed() -> Seal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisOptions:
-    """Options, with the names of the configuration."""
+    """Options of a ``RedisTier``, named as in the configuration."""
 
     key_prefix: str = "kvtier:"
     ttl_s: float = 86_400
@@ -190,7 +190,7 @@ class RedisTier:
         return removed
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Unlink the blocks of a selection on every primary, also those of other nodes.
+        """Unlink the blocks of a selection on every primary, including those of other nodes.
 
         Walks all keys under the prefix with SCAN, a bounded number at a time. Raises TierTimeout at
         the deadline. Raises TierError for a server that fails or refuses, after all servers were

@@ -34,7 +34,7 @@ _AMPLIFICATION = 4 / 3
 
 
 class SsdBackend(TierBackend[SsdConfig]):
-    """Blocks in the files of one directory."""
+    """Opens and tunes the ``SsdTier``."""
 
     def open(self, settings: SsdConfig, context: OpenContext) -> SsdTier:
         """Open the store, and warn if its volume has too little space. Raises StartError."""

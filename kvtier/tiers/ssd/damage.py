@@ -31,7 +31,7 @@ class RecordCheck:
     head: RecordHead | None = None
     header: BlockHeader | None = None
     fault: MissReason | None = None
-    """Why it would be a miss. None for a sound block, ABSENT for a record that no longer counts."""
+    """Why a read would miss: None for a sound block, ABSENT for a record that no longer counts."""
     is_damage: bool = False
     """The record itself is damaged; it is not a matter of a missing key."""
 

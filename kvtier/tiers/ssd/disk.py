@@ -97,7 +97,7 @@ def no_hook(_step: str) -> None:
 
 
 class Disk:
-    """The files of one directory."""
+    """Reads and writes the files of one directory."""
 
     def __init__(self, directory: Path, mode: DirectIO, hook: StepHook = no_hook) -> None:
         self.directory = directory

@@ -31,7 +31,7 @@ class Durability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SsdOptions:
-    """Options with good defaults."""
+    """Options of an ``SsdTier``."""
 
     direct_io: DirectIO = DirectIO.AUTO
     durability: Durability = Durability.SEGMENT

@@ -1,4 +1,4 @@
-"""The segments of a store: which exist, who reads them, and how space for a new one is made.
+"""Manages the segments of a store, their readers, and the space for new ones.
 
 Rules
 -----
@@ -78,7 +78,7 @@ class SegmentPool:
         self._instance = os.urandom(16)
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
-        """Return the blocks evicted since the last call, also by calls that failed.
+        """Return the blocks evicted since the last call, including those of failed calls.
 
         A block that has been stored again meanwhile is not included.
         """

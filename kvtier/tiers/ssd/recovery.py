@@ -46,7 +46,7 @@ _EPOCH_MAX = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class RecoveryFindings:
-    """What was wrong with the files found."""
+    """Problems found in the files."""
 
     num_dropped: int
     """Files that were beyond the capacity or not segments."""

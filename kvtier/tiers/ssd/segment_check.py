@@ -41,7 +41,7 @@ class Footer(Enum):
 
 @dataclass(slots=True)
 class SegmentCheck:
-    """What a segment contains."""
+    """Result of checking a segment."""
 
     segment: Segment
     entries: Entries

@@ -158,7 +158,7 @@ class SsdTier:
         return [bool(each) for each in present]
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-        """Forget blocks, also after a restart."""
+        """Forget blocks durably: they do not return after a restart."""
         with self._writing(deadline_ns):
             return remove_blocks(self._pool, hashes, deadline_ns)
 
