@@ -58,7 +58,7 @@ class EngineConfig(Section):
     )
     max_batch_tokens: int = setting(
         512,
-        "Most tokens per step. Limits how long a long prompt delays requests that are already "
+        "Maximum number of tokens per step. Limits how long a long prompt delays requests already "
         "generating.",
         why="A step of a few hundred milliseconds on a CPU.",
         ge=1,
@@ -66,7 +66,7 @@ class EngineConfig(Section):
     )
     max_sequences: int = setting(
         64,
-        "Most requests that are computed at once; others wait.",
+        "Maximum number of requests computed at once; others wait.",
         why="With more, each would get too small a share of the pool for its prompt.",
         ge=1,
         le=4096,
@@ -83,7 +83,7 @@ class EngineConfig(Section):
         (),
         "Origins whose web pages may use the engine, as browsers send them: scheme, host and port, "
         "without a path. * allows any.",
-        why="Otherwise any web site could use a visitor's engine.",
+        why="Otherwise any web site could use the engine of whoever visits it.",
         shown="none",
         example='["https://chat.example"]',
     )
@@ -96,7 +96,7 @@ class EngineConfig(Section):
     )
     context_limit: int = setting(
         0,
-        "Most tokens of a prompt and its answer; 0: the length that the model was trained for.",
+        "Maximum length of a prompt and its answer in tokens; 0: the model's training length.",
         why="Answers get worse beyond the length that a model was trained for.",
         ge=0,
         le=2**27,

@@ -202,7 +202,7 @@ class CostConfig(Section):
     )
     wait_max_ns: int = setting(
         _PLANNER.wait_max_ns,
-        "Longest time that a request waits for its blocks, whatever was predicted.",
+        "Maximum time that a request waits for its blocks, regardless of the prediction.",
         why="Longer than any restore that pays off on the machines measured.",
         live=True,
         ge=10 * MS,

@@ -168,7 +168,7 @@ def test_a_directory_that_nobody_passes_is_refused_at_the_start(node: RunningNod
     with node.start("serve", daemon__allowed_uids=FRIEND) as daemon:
         assert daemon.wait() == 2
         assert daemon.log.count("\n") == 1
-        assert daemon.log.startswith("kvtier: daemon.allowed_uids: other users cannot pass")
+        assert daemon.log.startswith("kvtier: daemon.allowed_uids: other users have no access to")
         assert f"chmod 711 {node.directory}" in daemon.log
 
 

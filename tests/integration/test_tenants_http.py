@@ -107,7 +107,7 @@ def test_who_has_no_key_is_told_so_and_costs_nothing(node: RunningNode, tiny_fol
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "said"), [("", 0o600, "has no key"), (ALICE, 0o644, "chmod 600")]
+    ("text", "mode", "said"), [("", 0o600, "contains no key"), (ALICE, 0o644, "chmod 600")]
 )
 def test_a_file_of_keys_that_will_not_do_ends_the_start(
     node: RunningNode, tiny_folder: Path, text: str, mode: int, said: str

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from kvtier.core.index import BlockIndex
 from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.eviction_queue import EvictionQueue
@@ -120,11 +121,11 @@ def evict_pinned_blocks(patch):
             self.slots.free(int(self.index.slot[row]))
         self._note_gone(rows)
 
-    def is_evictable(index, row, stamp):
-        return index.stamp[row] == stamp and index.cell(row, TierName.CPU) == Residency.READY
+    def is_evictable(self, row):
+        return self.cell(row, TierName.CPU) == Residency.READY
 
     patch.setattr(Cache, "evict", evict)
-    patch.setattr("kvtier.core.eviction.leaf_lru.LeafLru._is_evictable", staticmethod(is_evictable))
+    patch.setattr(BlockIndex, "is_evictable", is_evictable)
 
 
 def free_slots_of_reads_that_are_given_up(patch):
@@ -157,17 +158,17 @@ def forget_to_unpin_writes(patch):
 
 
 def hand_out_a_slot_twice(patch):
-    take = SlabAllocator.take
+    allocate = SlabAllocator.allocate
 
-    def take_twice(self, size, owner):
-        offset = take(self, size, owner)
+    def allocate_twice(self, size, owner):
+        offset = allocate(self, size, owner)
         if offset is not None and offset % 5 == 0:
             number, place = self._place_of(offset)
             self._slabs[number].free.append(place)
             self._partial[size].add(number)
         return offset
 
-    patch.setattr(SlabAllocator, "take", take_twice)
+    patch.setattr(SlabAllocator, "allocate", allocate_twice)
 
 
 def answer_a_call_twice(patch):
@@ -229,7 +230,7 @@ def take_a_late_write_for_one_of_the_tier_that_came(patch):
 
 
 def keep_slots_held(patch):
-    patch.setattr(SlabAllocator, "let_go", lambda self, offset: None)
+    patch.setattr(SlabAllocator, "release", lambda self, offset: None)
 
 
 def let_lookups_wait_for_ever(patch):
@@ -365,13 +366,13 @@ def run_first(num_seeds):
 def publish_what_was_not_copied(patch):
     complete = Stores.complete
 
-    def complete_all(self, session, event, now_ns):
+    def complete_all(self, session, event):
         lease = session.stores.get(event.lease)
         if lease is not None and event.checksums:
             missing = len(lease.rows) - len(event.checksums)
             checksums = event.checksums + event.checksums[-1:] * missing
             event = event.__class__(event.call, event.session, event.lease, checksums)
-        return complete(self, session, event, now_ns)
+        return complete(self, session, event)
 
     patch.setattr(Stores, "complete", complete_all)
 

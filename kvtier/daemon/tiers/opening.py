@@ -221,7 +221,7 @@ def _open(config: Config, name: TierName, open_tier: OpenTier) -> BreakerTier:
     except BaseException as error:
         tier.close()
         if isinstance(error, TierError):
-            remedy = "repair it, or name another one"
+            remedy = "repair it, or configure another one"
             raise StartError(place_key(config, name), str(error), remedy) from error
         raise
     return tier
