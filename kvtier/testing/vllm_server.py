@@ -68,8 +68,16 @@ class VllmServer:
         given = {name.replace("_", "-"): value for name, value in flags.items()}
         if transfer is not None:
             given["kv-transfer-config"] = json.dumps(transfer)
-        words = [*_own_session(), str(home / "bin" / "python"), "-m", "vllm.entrypoints.cli.main"]
-        words += ["serve", str(model), "--enforce-eager", "--port", str(port)]
+        words = [*_ended_with_parent(), str(home / "bin" / "python")]
+        words += [
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(model),
+            "--enforce-eager",
+            "--port",
+            str(port),
+        ]
         for name, value in {**_FLAGS, **given}.items():
             values = value if isinstance(value, list) else [] if value is True else [value]
             words += [f"--{name}", *map(str, values)]
@@ -199,12 +207,9 @@ class VllmServer:
             connection.close()
 
 
-def _own_session() -> list[str]:
-    """Return a prefix that starts a command in its own session, to end it even if we are killed."""
-    words = ["setsid"]
-    if shutil.which("setpriv"):
-        words += ["setpriv", "--pdeathsig", "TERM", "--"]
-    return words
+def _ended_with_parent() -> list[str]:
+    """Return a prefix with which the kernel ends a command if this process is killed."""
+    return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
 
 
 def _content(connection: http.client.HTTPConnection) -> bytes:

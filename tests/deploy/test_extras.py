@@ -38,7 +38,7 @@ def test_without_redis_a_url_says_what_to_install(tmp_path: Path) -> None:
 
 def test_vllm_is_asked_for_in_the_range_that_is_served() -> None:
     # Read and not imported: vLLM itself is in no environment of these tests.
-    source = (ROOT / "kvtier" / "connectors" / "vllm" / "release.py").read_text()
+    source = (ROOT / "kvtier" / "connectors" / "vllm_common" / "release.py").read_text()
     oldest, newest = re.findall(r"^_(?:OLDEST|NEWEST) = \(0, (\d+)\)", source, re.MULTILINE)
     assert EXTRAS["vllm"] == [f"vllm>=0.{oldest},<0.{int(newest) + 1}"]
 

@@ -168,7 +168,7 @@ def assert_memory_fits(daemon: dict[str, Any], arena_bytes: int) -> None:
 
 def test_the_store_fits_into_its_volume(overlay: Overlay, tmp_path: Path) -> None:
     for pod, daemon in overlay.daemons:
-        ssd = pod.config(tmp_path).ssd
+        ssd = pod.config(tmp_path).section("ssd")
         volume = pod.volumes[mount_of(daemon, ssd.directory)["name"]]
         assert ssd.free_space_floor_bytes > 0
         if "emptyDir" in volume:  # over its limit the pod would be evicted
@@ -393,7 +393,7 @@ def test_policies_are_about_pods_and_ports_that_there_are(overlay: Overlay) -> N
 
 def test_the_way_to_redis_is_open_where_there_is_one(overlay: Overlay, tmp_path: Path) -> None:
     for pod, _ in overlay.daemons:
-        file = pod.config(tmp_path).remote.url_file
+        file = pod.config(tmp_path).section("remote").url_file
         url = pod.secret(file) if file else ""
         port = int(match[1]) if (match := re.search(r":(\d+)/", url)) else None
         for policy in overlay.of("NetworkPolicy"):

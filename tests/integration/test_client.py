@@ -198,7 +198,7 @@ class stub_of:  # noqa: N801 - reads as a function
     [
         (key_space(name="striped"), "layout 'striped' version 1 is not known"),
         (key_space(block_bytes=2 << 20), "raise cpu.slab"),
-        (key_space(block_bytes=1 << 32), "layout.block_bytes is 4294967296, and at most"),
+        (key_space(block_bytes=1 << 32), "layout.block_bytes is 4294967296; the maximum is"),
     ],
     ids=["layout", "block too large", "block too large for any slab"],
 )
@@ -219,9 +219,9 @@ def engines_named(node: RunningNode, name: str) -> list[object]:
     [
         ({"protocol": PROTOCOL + 1}, "upgrade kvtier in the daemon"),
         ({"protocol": 0}, "upgrade kvtier in the engine"),
-        ({"proof": bytes(32)}, "does not see the daemon's arena"),
-        ({"ticket": b"another"}, "does not see the daemon's arena"),
-        ({"ticket": b"\xff\xfe"}, "does not see the daemon's arena"),
+        ({"proof": bytes(32)}, "cannot access the daemon's shared memory"),
+        ({"ticket": b"another"}, "cannot access the daemon's shared memory"),
+        ({"ticket": b"\xff\xfe"}, "cannot access the daemon's shared memory"),
         ({"key_space": b"short"}, "key_space has 5 bytes"),
         ({"layout": pb.Layout(name="paged", version=1)}, "must be positive"),
     ],

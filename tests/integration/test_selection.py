@@ -116,10 +116,10 @@ def test_a_model_is_dropped_by_the_name_it_had_before_a_restart(node: RunningNod
         (("--tenant", ""), "is empty"),
         (("--tenant-digest", "abc"), "32 hexadecimal digits"),
         (("--tenant-digest", "xy" * 16), "32 hexadecimal digits"),
-        (("--key-space", "abcdef"), "begins none"),
+        (("--key-space", "abcdef"), "matches no key space"),
         (("--model", ""), "is empty"),
-        (("--model", "nobody"), "no engine has been here"),
-        (("--tenant-key-file", "/nowhere"), "cannot be read"),
+        (("--model", "nobody"), "no engine has attached yet"),
+        (("--tenant-key-file", "/nowhere"), "cannot read"),
     ],
 )
 def test_what_names_nobody_is_refused(

@@ -66,7 +66,7 @@ def test_a_socket_file_that_was_removed_is_created_again(node: RunningNode, what
                 each.unlink()
         await_true(lambda: all(each.is_socket() for each in lost), "they are there again")
         for each in lost:
-            daemon.await_log(rf"socket file was removed and has been created again.*{each}\n")
+            daemon.await_log(rf"socket file was removed, created it again.*{each}\n")
         assert engine.store(1) == 4, "attached engines are not affected"
         with PatternEngine(node.socket) as late:
             assert late.load(1) == (["cpu"] * 4, "complete")

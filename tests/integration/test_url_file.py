@@ -86,7 +86,8 @@ def test_another_server_counts_once_the_tier_is_attached_anew(
             rig.path.write_text("nonsense\n")
             code, refused = reload(rig.node, capsys)
             assert code == 1
-            assert f"remote.url_file: {rig.path} has no URL of a Redis server" in refused
+            words = f"remote.url_file: {rig.path} does not contain the URL of a Redis server"
+            assert words in refused
             rig.store(1)
             assert main(["config", "show", "--running", "--connect", str(rig.node.socket)]) == 0
             shown = capsys.readouterr().out
@@ -105,7 +106,7 @@ def test_another_server_counts_once_the_tier_is_attached_anew(
 def test_a_start_says_what_is_wrong_with_the_file(rig: Rig) -> None:
     rig.write(OLD)
     for content, mode, words in (
-        ("nonsense", 0o600, "has no URL of a Redis server"),
+        ("nonsense", 0o600, "does not contain the URL of a Redis server"),
         ("redis://geheim@h", 0o600, f"in {rig.path}: a user without a password"),
     ):
         write_secret(rig.path, content, mode)
