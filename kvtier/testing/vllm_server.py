@@ -69,15 +69,8 @@ class VllmServer:
         if transfer is not None:
             given["kv-transfer-config"] = json.dumps(transfer)
         words = [*_ended_with_parent(), str(home / "bin" / "python")]
-        words += [
-            "-m",
-            "vllm.entrypoints.cli.main",
-            "serve",
-            str(model),
-            "--enforce-eager",
-            "--port",
-            str(port),
-        ]
+        words += ["-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        words += ["--enforce-eager", "--port", str(port)]
         for name, value in {**_FLAGS, **given}.items():
             values = value if isinstance(value, list) else [] if value is True else [value]
             words += [f"--{name}", *map(str, values)]

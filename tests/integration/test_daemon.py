@@ -158,14 +158,14 @@ def test_an_http_port_in_use_is_refused_soon(node: RunningNode) -> None:
     ("key", "value", "part"),
     [
         ("cpu.capacity", "lots", "lots"),
-        ("cpu.capacity", "900TiB", "available"),
+        ("cpu.capacity", "900TiB", "free memory"),
         ("cpu.slab", "1GiB", "cpu.capacity"),
         ("ssd.capacity", "900TiB", "free"),
         ("ssd.segment", "64MiB", "ssd.capacity"),
         ("ssd.directory", "/proc/kvtier", "/proc/kvtier"),
         ("ssd.directory", "/dev/null/kvtier", "/dev/null"),
         ("daemon.socket", "/proc/kvtier/k.sock", "/proc/kvtier"),
-        ("daemon.socket", "/tmp/" + "long" * 30, "longer"),
+        ("daemon.socket", "/tmp/" + "long" * 30, "too long"),
         ("http.listen", "nowhere", "nowhere"),
         ("http.listen", "127.0.0.1:99999", "99999"),
         ("remote.url", "http://127.0.0.1", "remote.url"),
@@ -194,7 +194,7 @@ def limited(node: RunningNode, command: str, *limits: str) -> Child:
 @pytest.mark.parametrize(
     ("limit", "part"),
     [
-        ("--nofile=20:20", "open files: the hard limit (RLIMIT_NOFILE) is 20, but at least 256"),
+        ("--nofile=20:20", "open files: the hard limit (RLIMIT_NOFILE) is 20, at least 256"),
         ("--nofile=24:24", "ulimit -n"),
         ("--as=314572800", "ulimit -v"),  # bytes: not enough for the stacks of all threads
     ],

@@ -262,7 +262,7 @@ def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> Non
     """It would serve a third of the blocks, and never tell."""
     tier = RedisTier(f"redis://127.0.0.1:{cluster.ports[0]}", OPTIONS)
     for _ in range(2):
-        with pytest.raises(TierError, match=r"begin remote.url with redis\+cluster://"):
+        with pytest.raises(TierError, match=r"use redis\+cluster:// in remote.url"):
             tier.health_check(soon())
         assert tier.health().state is HealthState.OUT
     tier.close()

@@ -41,7 +41,7 @@ class SlotMachine(RuleBasedStateMachine):
         owners = np.arange(1000, 1000 + count)
         other, expected = deepcopy(self.slots), []
         for owner in owners.tolist():
-            if (offset := other.take(size, owner)) is None:
+            if (offset := other.allocate(size, owner)) is None:
                 break
             other.hold(offset)
             expected.append(offset)

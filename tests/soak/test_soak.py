@@ -61,7 +61,7 @@ HIT_RATE_LOSS_MAX = 0.05
 EXPECTED = re.compile(
     r"level=info |"
     r'level=warning .* event="(tier is out|tier call failed|tier health check failed|'
-    r'the server has no max.*)"'
+    r'server has no maxmemory.*)"'
 )
 """What the log may say of a node that lost its server for a while."""
 

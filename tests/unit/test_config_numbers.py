@@ -10,11 +10,11 @@ from kvtier.errors import ConfigError
 
 @pytest.mark.parametrize(("text", "gate"), [("0.0", 0.0), (".5", 0.5), ("1", 1.0), ("1.0", 1.0)])
 def test_a_share_is_spelled_as_its_place_has_it(tmp_path: Path, text: str, gate: float) -> None:
-    assert load_config(None, {"ssd.gate": text}, {}).ssd.gate == gate
-    assert load_config(None, {}, {"KVTIER_SSD_GATE": text}).ssd.gate == gate
+    assert load_config(None, {"ssd.gate": text}, {}).section("ssd").gate == gate
+    assert load_config(None, {}, {"KVTIER_SSD_GATE": text}).section("ssd").gate == gate
     file = tmp_path / "kvtier.toml"
     file.write_text(f"[ssd]\ngate = {float(text)}\n")
-    assert load_config(file, {}, {}).ssd.gate == gate
+    assert load_config(file, {}, {}).section("ssd").gate == gate
 
 
 @pytest.mark.parametrize(
