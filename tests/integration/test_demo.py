@@ -14,7 +14,7 @@ import redis
 
 import kvtier
 from kvtier.cli.demo.deployment import DemoDeployment
-from kvtier.cli.demo.run import QUESTIONS, DemoProgress, DemoRun
+from kvtier.cli.demo.passes import QUESTIONS, DemoProgress, DemoRun
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
 from tests.engine.models import save_tiny

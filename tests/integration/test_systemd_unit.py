@@ -75,12 +75,12 @@ def test_it_is_found_by_engines_and_the_doctor(machine: Machine, node: RunningNo
     file = machine.root / "etc/kvtier/kvtier.toml"
     doctor = ("/opt/kvtier/bin/kvtier", "doctor", "--json")
     found = json.loads(machine.run(*doctor).stdout)["checks"]
-    assert found[0]["found"].startswith("/etc/kvtier/kvtier.toml, the machine's, since no other")
+    assert found[0]["found"] == "/etc/kvtier/kvtier.toml (default)"
     assert "runs as pid" in found[1]["found"]
     file.chmod(0o600)
     found = json.loads(machine.run("runuser", "-u", "nobody", "--", *doctor).stdout)["checks"]
     assert found[0]["verdict"] == "warn"
-    assert found[0]["found"].startswith("/etc/kvtier/kvtier.toml is closed to user 65534")
+    assert found[0]["found"].startswith("user 65534 cannot read /etc/kvtier/kvtier.toml")
     file.write_text("[cpu]\ncapacty = '1GiB'\n")
     found = json.loads(machine.run(*doctor).stdout)["checks"]
     assert found[0]["verdict"] == "fail"

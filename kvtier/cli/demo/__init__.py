@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         _check_redis(options.redis)
     # Slow imports, after the checks.
     from kvtier.cli.demo.deployment import DemoDeployment
-    from kvtier.cli.demo.run import DemoProgress, DemoRun, as_json, print_table
+    from kvtier.cli.demo.passes import DemoProgress, DemoRun, as_json, print_table
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
