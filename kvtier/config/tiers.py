@@ -1,6 +1,7 @@
 """Sections of tiers: the base class for slow tiers, the CPU tier, and encryption keys."""
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Self
@@ -33,14 +34,14 @@ class TierSection(Section):
     """Keys that only a restart changes, even while the tier is detached."""
 
     @property
+    @abstractmethod
     def is_enabled(self) -> bool:
         """Whether this node uses the tier."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """Location of the blocks. No two open tiers may have the same one."""
-        raise NotImplementedError
 
     @property
     def is_required(self) -> bool:

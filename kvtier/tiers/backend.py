@@ -4,6 +4,7 @@
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -41,19 +42,19 @@ class OpenContext:
     """Scores of the eviction policy, if it has any."""
 
 
-class TierBackend(Generic[S]):
+class TierBackend(ABC, Generic[S]):
     """Opens, configures and checks a tier. Override at least ``open`` and ``placement``.
 
     ``S`` is the class of its settings. All methods may be called from any thread.
     """
 
+    @abstractmethod
     def open(self, settings: S, context: OpenContext) -> Tier:
         """Open the tier. May block, but does not connect to a server. Raises StartError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def placement(self, settings: S, tier: Tier, arena_bytes: int) -> SlowTier:
         """Return how the node uses the open tier: deadlines, limits and when it writes."""
-        raise NotImplementedError
 
     def tune(self, tier: Tier, settings: S) -> None:
         """Apply the settings that a reload may change to the open tier."""
